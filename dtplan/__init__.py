@@ -1,0 +1,95 @@
+"""DTensor-native sharding plans for Hugging Face models: write a plan, check it, apply it, load, train, save."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dtplan._errors import (
+    ApplyError,
+    BindError,
+    DegreesError,
+    Diagnostic,
+    DtplanError,
+    PlanError,
+    WeightsError,
+)
+
+if TYPE_CHECKING:
+    from dtplan.plan.read import check, load_plan, parse_plan
+    from dtplan.plan.spec import Plan
+    from dtplan.planner.apply import applied, parallelize
+    from dtplan.planner.bind import bind
+    from dtplan.planner.bound import BoundPlan
+    from dtplan.planner.clip import clip_grad_norm_
+    from dtplan.planner.degrees import Degrees
+    from dtplan.planner.loss import cross_entropy
+    from dtplan.smp import State, get_state, init, is_initialized, reset, transform
+    from dtplan.weights.api import load, save
+
+__version__ = "0.1.0.dev0"
+
+# Loaded on first use, so that reading and checking plans needs no torch.
+_HOMES = {
+    "Plan": "dtplan.plan.spec",
+    "check": "dtplan.plan.read",
+    "load_plan": "dtplan.plan.read",
+    "parse_plan": "dtplan.plan.read",
+    "BoundPlan": "dtplan.planner.bound",
+    "Degrees": "dtplan.planner.degrees",
+    "applied": "dtplan.planner.apply",
+    "bind": "dtplan.planner.bind",
+    "clip_grad_norm_": "dtplan.planner.clip",
+    "cross_entropy": "dtplan.planner.loss",
+    "parallelize": "dtplan.planner.apply",
+    "State": "dtplan.smp",
+    "get_state": "dtplan.smp",
+    "init": "dtplan.smp",
+    "is_initialized": "dtplan.smp",
+    "reset": "dtplan.smp",
+    "transform": "dtplan.smp",
+    "load": "dtplan.weights.api",
+    "save": "dtplan.weights.api",
+}
+
+__all__ = [
+    "ApplyError",
+    "BindError",
+    "BoundPlan",
+    "Degrees",
+    "DegreesError",
+    "Diagnostic",
+    "DtplanError",
+    "Plan",
+    "PlanError",
+    "State",
+    "WeightsError",
+    "__version__",
+    "applied",
+    "bind",
+    "check",
+    "clip_grad_norm_",
+    "cross_entropy",
+    "get_state",
+    "init",
+    "is_initialized",
+    "load",
+    "load_plan",
+    "parallelize",
+    "parse_plan",
+    "reset",
+    "save",
+    "transform",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dtplan' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,105 @@
+"""Checks that ranks agree, made together so that every rank raises the same error and none waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtplan._errors import ApplyError, DtplanError
+
+_PIECE = 1 << 22
+"""Elements that are read at a time by ``fingerprint``."""
+
+
+def together(step: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the step returns
+    """Run ``step`` on every rank; if it fails on any, the first failing rank's error is raised on all.
+
+    Collective over the default group where there is one. Only ``DtplanError`` is exchanged; other exceptions
+    are bugs and go their own way after the others were told.
+    """
+    error: Exception | None = None
+    result = None
+    try:
+        result = step()
+    except Exception as caught:  # noqa: BLE001 - exchanged, then raised
+        error = caught
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        said: list[tuple[type[Exception], str] | None] = [None] * dist.get_world_size()
+        mine = None if error is None else (type(error), str(error))
+        dist.all_gather_object(said, mine)
+        failed = [(rank, entry) for rank, entry in enumerate(said) if entry is not None]
+        if failed and error is None:
+            rank, (kind, text) = failed[0]
+            foreign = ApplyError(f"rank {rank} failed: {text}")
+            raise _same(kind, text) if issubclass(kind, DtplanError) else foreign
+    if error is not None:
+        raise error
+    return result
+
+
+def _same(kind: type[DtplanError], text: str) -> DtplanError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, text)
+    return error
+
+
+def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
+    """A live model must have the same parameters and buffers on every rank of ``mesh``, since each cuts its own copy.
+
+    Compares one 64-bit sum per tensor (bit patterns, weighted by position), so it costs one read of the model
+    and one small collective.
+
+    Raises:
+        ApplyError: names the first tensors that differ; the same text on all ranks.
+    """
+    named = [(n, t) for n, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta]
+    if not named or mesh.size() == 1:
+        return
+    sums = torch.stack([fingerprint(tensor) for _, tensor in named]).to(mesh.device_type)
+    least, most = sums.clone(), sums.clone()
+    for axis in mesh.mesh_dim_names or ():
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    differing = [name for (name, _), same in zip(named, (least == most).tolist(), strict=True) if not same]
+    if differing:
+        raise ApplyError(
+            f"{len(differing)} of {len(named)} tensors differ between ranks, first {', '.join(differing[:3])}: seed every "
+            "rank alike before the model is built (dtplan.init's random_seed does), or build it on the meta device and load"
+        )
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A 64-bit sum of the tensor's bytes that moves when any of them, or their order, changes."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in words.split(_PIECE):  # in pieces, since each is widened to 64 bits
+        total = total * 31 + (piece.to(torch.int64) * torch.arange(1, len(piece) + 1, device=piece.device)).sum()
+    return total
+
+
+def check_same_inputs(values: Iterable[Any], mesh: DeviceMesh) -> None:
+    """The ranks of one tp group must be given the same batch.
+
+    Raises:
+        ApplyError: they were not; the same text on all ranks of the group.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors or mesh.size() == 1:
+        return
+    mine = torch.stack([fingerprint(t) + sum(t.shape) for t in tensors]).sum().to(mesh.device_type)
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+    if not torch.equal(least, most):
+        raise ApplyError(
+            "the ranks of one tp group were given different batches: read data by data-parallel rank "
+            "(dtplan.state.dp_rank of dtplan.state.dp_size), not by global rank"
+        )

@@ -1,0 +1,220 @@
+"""Apply a plan to a model: check everything, then shard, then wrap; in the one order that composes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dtplan._errors import ApplyError, BindError, DegreesError, Diagnostic
+from dtplan.plan.spec import Plan
+from dtplan.planner.agreement import check_same_inputs, check_same_weights, together
+from dtplan.planner.bind import bind
+from dtplan.planner.bound import BoundModule, BoundPlan
+from dtplan.planner.collectives import Group
+from dtplan.planner.degrees import AXES
+from dtplan.planner.fsdp import FsdpOptions, checkpoint_units, data_mesh, precision, shard_with_fsdp
+from dtplan.planner.loss import causal_lm_loss
+from dtplan.planner.styles import Scope, Sharded, Tp
+
+M = TypeVar("M", bound=nn.Module)
+_ATTRIBUTE = "_dtplan_applied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """What was done to a model: the bound plan, and the mesh on which it lies."""
+
+    bound: BoundPlan
+    mesh: DeviceMesh
+
+
+def parallelize(
+    model: M,
+    mesh: DeviceMesh,
+    plan: str | Path | Plan = "auto",
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    mixed_precision: Literal["bf16", "fp16"] | MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    cpu_offload: bool = False,
+    activation_checkpointing: bool | int = False,
+    te: Literal["off"] = "off",
+) -> M:
+    """Shard ``model`` in place over ``mesh`` as ``plan`` says, and return it.
+
+    Collective over the mesh. The model may be live (the same weights on every rank) or on the meta device.
+    Afterwards every parameter is a DTensor and keeps its name, its ties and its ``requires_grad``.
+
+    Args:
+        model: an unmodified model whose class the plan serves.
+        mesh: axes named ``replicate``, ``shard`` and ``tp``, in this order, those that are needed; a lone ``tp``
+            is enough. FSDP2 wraps over ``replicate`` and ``shard``.
+        plan: ``"auto"`` (the built-in plan for the model's class), a built-in's name, a YAML file, or a Plan.
+        sequence_parallel: cut the residual stream along the sequence between the blocks; the sequence length
+            must be a multiple of the tp degree.
+        loss_parallel: keep the logits cut along the vocabulary (a DTensor); the model's own loss and
+            ``dtplan.cross_entropy`` work on the parts.
+        mixed_precision: ``"bf16"`` computes in bfloat16 with float32 parameters and reductions.
+        reshard_after_forward: free a unit's gathered weights after forward; None is what the plan says.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        activation_checkpointing: recompute the plan's units in backward; k recomputes every k-th of them.
+        te: ``"off"``; TransformerEngine layers are not there yet.
+
+    Raises:
+        PlanError, BindError: the plan is wrong or does not fit; nothing was changed.
+        DegreesError: the mesh lacks an axis.
+        ApplyError: a second call on one model, or ranks that hold different weights; nothing was changed.
+    """
+    options = FsdpOptions(
+        mixed_precision=precision(mixed_precision), reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload
+    )
+
+    def prepare() -> tuple[BoundPlan, DeviceMesh | None]:
+        _refuse_second_call(model)
+        sizes = _axis_sizes(mesh)
+        if te != "off":
+            raise ApplyError(f"te={te!r}: TransformerEngine layers are not there yet; use te='off'")
+        bound = bind(model, plan, **sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+        _refuse_what_comes_later(bound)
+        return bound, data_mesh(mesh, needed=options.mixed_precision is not None or cpu_offload)
+
+    bound, data = together(prepare)
+    check_same_weights(model, mesh)
+    every = int(activation_checkpointing)
+    if "tp" in (mesh.mesh_dim_names or ()):
+        tp = _shard(model, bound, mesh["tp"])
+        units = bound.fsdp_units if data is not None or every else ()
+        _add_scopes(model, bound, units, tp)
+    if every:
+        checkpoint_units(model, bound, every)
+    if data is not None:
+        shard_with_fsdp(model, bound, data, options)
+    _guard(model, bound)
+    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh))
+    return model
+
+
+def applied(model: nn.Module) -> Applied:
+    """What `parallelize` did to ``model``.
+
+    Raises:
+        ApplyError: the model was not parallelized.
+    """
+    found = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(found, Applied):
+        raise ApplyError(f"{type(model).__name__} is not parallelized: call dtplan.parallelize(model, mesh) first")
+    return found
+
+
+def _axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    names = mesh.mesh_dim_names
+    if not names:
+        raise DegreesError("the mesh has no axis names; make it with mesh_dim_names=('tp',), or ('shard', 'tp')")
+    unknown = [name for name in names if name not in AXES]
+    in_order = [name for name in AXES if name in names]
+    if unknown or list(names) != in_order:
+        raise DegreesError(f"the mesh has the axes {', '.join(names)}; the axes are {', '.join(AXES)}, in this order")
+    return {name: mesh[name].size() for name in names}
+
+
+def _refuse_second_call(model: nn.Module) -> None:
+    if hasattr(model, _ATTRIBUTE):
+        raise ApplyError(f"{type(model).__name__} is parallelized already; build the model anew to shard it otherwise")
+
+
+def _refuse_what_comes_later(bound: BoundPlan) -> None:
+    found = [
+        Diagnostic(
+            code="DTP411",
+            file=module.rule,
+            message=f"{module.pattern} asks for {', '.join(module.later)}, which parallelize cannot do yet",
+            hint="dtplan lint and show know it; use another rule until then",
+        )
+        for module in bound.modules
+        if module.later
+    ]
+    if found:
+        raise BindError(found)
+
+
+def _shard(model: nn.Module, bound: BoundPlan, mesh: DeviceMesh) -> Tp:
+    tp = Tp(mesh=mesh, group=Group.of(mesh.get_group()))
+    styles = {name: Sharded(module, name, tp) for module, name in _entries(bound)}
+    tp.names = {id(model.get_submodule(name)): name for name in styles}
+    root = styles.pop("", None)
+    parallelize_module(model, mesh, dict(styles))
+    if root is not None:
+        parallelize_module(model, mesh, root)
+    return tp
+
+
+def _entries(bound: BoundPlan) -> Iterator[tuple[BoundModule, str]]:
+    for module in bound.modules:
+        for name in module.names:
+            yield module, name
+
+
+def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: Tp) -> None:
+    """Sum the gradients of whole parameters once a unit (FSDP2 frees them after it), or once for the model."""
+    scopes: dict[str, Scope] = {}
+    for module, name in _entries(bound):
+        owner = model.get_submodule(name)
+        for tensor in module.tensors:
+            if tensor.grad == "sum" and tensor.trainable:
+                unit = next((unit for unit in units if name == unit or name.startswith(unit + ".")), "")
+                scope = scopes.setdefault(unit, Scope())
+                scope.owners.append((owner, tensor.name))
+                tp.scopes[id(owner)] = scope
+    for unit, scope in scopes.items():
+        target = model.get_submodule(unit)
+        target.forward = _in_scope(target.forward, scope, tp)
+    model.forward = _checking_first_batch(model.forward, tp)
+
+
+def _in_scope(forward: Callable[..., Any], scope: Scope, tp: Tp) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def scoped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with scope.entered(tp):
+            return forward(*args, **kwargs)
+
+    return scoped
+
+
+def _checking_first_batch(forward: Callable[..., Any], tp: Tp) -> Callable[..., Any]:
+    checked = False
+
+    @functools.wraps(forward)
+    def first_checked(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        nonlocal checked
+        if not checked:
+            checked = True
+            check_same_inputs([*args, *(kwargs[key] for key in sorted(kwargs))], tp.mesh)
+        return forward(*args, **kwargs)
+
+    return first_checked
+
+
+def _guard(model: nn.Module, bound: BoundPlan) -> None:
+    """The model's own loss reads logits that are cut; what cannot work on a sharded model says so."""
+    if bound.loss_parallel and hasattr(type(model), "loss_function"):
+        model.loss_function = causal_lm_loss
+    instead = {
+        "save_pretrained": "call dtplan.save(model, folder) on every rank",
+        "resize_token_embeddings": "resize before dtplan.parallelize",
+    }
+    for method, advice in instead.items():
+        if hasattr(model, method):
+            setattr(model, method, functools.partial(_refuse, method, advice))
+
+
+def _refuse(method: str, advice: str, *_args: object, **_kwargs: object) -> NoReturn:
+    raise ApplyError(f"{method} does not work on a sharded model: {advice}")

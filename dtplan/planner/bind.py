@@ -1,0 +1,416 @@
+"""Bind a plan to a model and degrees: exact names, placements, moves, and every refusal in one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dtplan._errors import BindError, Diagnostic, did_you_mean
+from dtplan.plan import paths
+from dtplan.plan.library import builtin_plans
+from dtplan.plan.read import holds, load_plan, rules_for
+from dtplan.plan.source import finding_at
+from dtplan.plan.spec import RESIDUAL, Move, P, Plan, R, Rule, S
+from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, BoundUnit
+from dtplan.planner.match import Alike, alike_modules, rename_text, renamed
+from dtplan.planner.moves import Layouts, NoMove, input_move, layouts_for, output_move
+from dtplan.planner.placing import (
+    CUTS,
+    Cut,
+    PlacingError,
+    chosen,
+    cuts_of,
+    default_output,
+    module_kind,
+    named_tensors,
+    place,
+)
+from dtplan.planner.units import bound_units, goes_on_later, is_whole
+
+
+def find_plan(model: nn.Module, plan: str | Path | Plan = "auto") -> Plan:
+    """The plan for ``model``: the given one, or with ``"auto"`` the built-in one that serves exactly its class.
+
+    Raises:
+        BindError: no plan serves the class; the text gives the ways to supply one.
+        PlanError: the plan file is wrong.
+    """
+    name = type(model).__name__
+    if plan != "auto":
+        given = load_plan(plan)
+        classes = [cls.__name__ for cls in type(model).__mro__]
+        if given.serves and not set(given.serves) & set(classes):
+            message = f"plan `{given.name}` serves {', '.join(given.serves)}; the model is a {name}"
+            hint = f"a plan of your own may start with `extends: {given.name}` and `serves: [{name}]`"
+            raise BindError([Diagnostic(code="DTP407", file=given.files[0], message=message, hint=hint)])
+        return given
+    plans = [load_plan(builtin) for builtin in builtin_plans()]
+    for candidate in plans:
+        if name in candidate.serves:
+            return candidate
+    served = ", ".join(sorted(cls for candidate in plans for cls in candidate.serves))
+    hint = (
+        "give plan=<built-in name> if the modules are the same, plan=<path of a YAML plan>, or a Plan from "
+        "dtplan.load_plan; nothing is guessed"
+    )
+    message = f"no built-in plan serves {name}; built-in plans serve {served}"
+    raise BindError([Diagnostic(code="DTP407", file=name, message=message, hint=hint)])
+
+
+def bind(
+    model: nn.Module,
+    plan: str | Path | Plan = "auto",
+    *,
+    tp: int = 1,
+    shard: int = 1,
+    replicate: int = 1,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> BoundPlan:
+    """What ``plan`` means for ``model`` (live or on the meta device) at the given degrees (ranks).
+
+    Nothing is allocated or changed, and no process group is needed.
+
+    Raises:
+        BindError: with every refusal; the text gives the rule's ``file:line:column`` and the next step.
+        PlanError: the plan file is wrong.
+    """
+    found = find_plan(model, plan)
+    layouts = layouts_for(found.sequence_parallel, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    binder = _Binder(model, found, layouts, tp)
+    modules = binder.modules()
+    units, fsdp_units = tuple(binder.units.values()), binder.fsdp_units()
+    if binder.findings:
+        raise BindError(sorted(set(binder.findings), key=lambda f: (f.file, f.line, f.column, f.code, f.message)))
+    return BoundPlan(
+        plan=found.name,
+        digest=found.digest,
+        architecture=type(model).__name__,
+        degrees={"replicate": replicate, "shard": shard, "tp": tp},
+        sequence_parallel=sequence_parallel,
+        loss_parallel=loss_parallel,
+        residual=layouts.residual,
+        width=_width(modules),
+        units=units,
+        modules=modules,
+        ties=binder.ties,
+        aliases=binder.aliases(),
+        fsdp_units=fsdp_units,
+        fsdp={
+            "reshard_after_forward": found.fsdp.reshard_after_forward,
+            "param_dtype": found.fsdp.param_dtype,
+            "reduce_dtype": found.fsdp.reduce_dtype,
+        },
+        te=binder.te_lines(),
+    )
+
+
+def _width(modules: Iterable[BoundModule]) -> int:
+    """Features of the residual stream: what the first vocabulary-cut or whole embedding gives."""
+    for module in modules:
+        if module.kind == "Embedding" and module.tensors:
+            return module.tensors[0].shape[1]
+    return 0
+
+
+class _Binder:
+    """One binding: the groups of alike modules, and the findings so far."""
+
+    def __init__(self, model: nn.Module, plan: Plan, layouts: Layouts, tp: int) -> None:
+        self.model, self.plan, self.layouts, self.tp = model, plan, layouts, tp
+        self.config: Any = getattr(model, "config", None)
+        self.rules, self.renamed = renamed(rules_for(plan, self.config), model, plan.names)
+        self.groups = alike_modules(model, self.rules)
+        self.units, self.findings = bound_units(plan, self.rules, self.config, tp)
+        self.ties = _ties_of(model)
+        self._tied_to = {name: tie[0] for tie in self.ties for name in tie[1:]}
+        self._rule_of = {group.pattern: self._chosen(group) for group in self.groups}
+
+    def modules(self) -> tuple[BoundModule, ...]:
+        """Every module that a rule falls on or that owns state, bound."""
+        self._refuse_dead_rules()
+        bound = [entry for group in self.groups if (entry := self._module(group)) is not None]
+        self._refuse_unruled()
+        self._refuse_split_ties(bound)
+        if self.tp > 1 and not self.findings and not any(t.placement != R for m in bound for t in m.tensors):
+            message = f"nothing is sharded although tensor_parallel_degree is {self.tp}: every rank would hold everything"
+            self._add("DTP410", None, message, "give the linear layers `colwise` and `rowwise` rules")
+        return tuple(bound)
+
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """Module name in this model -> its other names, for checkpoints."""
+        pairs = {self.renamed.get(name, name): (name, *others) for name, others in self.plan.names.items()}
+        return {have: tuple(n for n in names if n not in (have, ".")) for have, names in pairs.items()}
+
+    def te_lines(self) -> tuple[str, ...]:
+        """The plan's fused layers that hold for this config, a line each."""
+        active = [variant for variant in self.plan.variants if holds(variant.when, self.config)]
+        layers = self.plan.te + tuple(layer for variant in active for layer in variant.te)
+        return tuple(f"{'.'.join(te.under)}: {te.layer} <- {', '.join(te.parts.values())}" for te in layers)
+
+    def fsdp_units(self) -> tuple[str, ...]:
+        """Exact names of the modules that FSDP2 wraps one by one, in the model's order."""
+        names = [name for name, _ in self.model.named_modules() if name]
+        found: list[str] = []
+        for pattern in self.plan.fsdp.units:
+            pattern_ = tuple(rename_text(".".join(pattern), self.renamed).split("."))
+            hits = [name for name in names if paths.matches(pattern_, tuple(name.split(".")))]
+            if not hits and self.plan.fsdp.at:
+                message = f"the FSDP unit `{'.'.join(pattern_)}` names nothing in the model"
+                self.findings.append(finding_at("DTP413", self.plan.fsdp.at, message, _nearest(pattern_, names)))
+            found += hits
+        return tuple(name for name in names if name in set(found))
+
+    # --- one module ---
+
+    def _module(self, group: Alike) -> BoundModule | None:
+        rule = self._rule_of[group.pattern]
+        tensor_rules = [r for rules in group.tensor_rules.values() for r in rules]
+        tensors = named_tensors(group.module)
+        if rule is None and not tensor_rules:
+            return None
+        at = rule or tensor_rules[0]
+        try:
+            return BoundModule(
+                pattern=group.pattern,
+                names=group.names,
+                kind=module_kind(group.module),
+                style=None if rule is None else rule.style,
+                rule=str(at.at),
+                tensors=self._tensors(group, rule, tensors),
+                inputs=self._inputs(group, rule),
+                outputs=self._outputs(group, rule),
+                block=self._block_of(group, rule),
+                shared=self._shared(group, rule),
+                localize=self._localized(group, rule),
+                later=self._later(rule, tensor_rules),
+            )
+        except PlacingError as error:
+            self._add(error.code, at, f"{group.pattern}: {error}", error.hint)
+        except NoMove as error:
+            self._add("DTP414", at, f"{group.pattern}: {error}", "say where the value comes from: {from: S(1), to: R}")
+        return None
+
+    def _tensors(self, group: Alike, rule: Rule | None, tensors: list[tuple[str, Any]]) -> tuple[BoundTensor, ...]:
+        cuts = cuts_of(group, rule, self._is_whole(rule))
+        bound = []
+        for name, tensor in tensors:
+            cut = cuts[name]
+            if rule is None and cut.rule is None:
+                continue
+            entry = place(
+                name,
+                tensor,
+                cut,
+                units=self.units,
+                tp=self.tp,
+                grad_sum=self._grad_is_summed(group, cut.rule or rule),
+                buffer=name in group.module._buffers,
+            )
+            bound.append(_with_tie(entry, self._tied_to.get(_join(group.names[0], name))))
+        if rule is not None and any(not t.buffer and t.placement == R and not t.once for t in bound):
+            self._require_grad_rule(group, rule, cuts)
+        return tuple(bound)
+
+    def _grad_is_summed(self, group: Alike, rule: Rule | None) -> bool:
+        if rule is None or rule.grad is not None:
+            return rule is not None and rule.grad == "sum"
+        return rule.style == "norm" and self.layouts.residual != R and self._block_of(group, rule) is None
+
+    def _require_grad_rule(self, group: Alike, rule: Rule, cuts: Mapping[str, Cut]) -> None:
+        """A whole parameter among cut ones sees a part of the work, so its gradient is a partial sum: say so."""
+        if all(cut.rule is not None and cut.rule.grad is not None for cut in cuts.values()) or rule.grad is not None:
+            return
+        if self._is_whole(rule):
+            return
+        region = self._region_of(group.pattern)
+        if region is not None and self._region_is_whole(region):
+            return
+        if region is not None or self._has_cut_sibling(group):
+            where = f"inside `{region}`, whose input's gradient is summed" if region is not None else "beside cut layers"
+            message = f"{group.pattern} is whole and lies {where}: is its gradient a partial sum?"
+            self._add("DTP415", rule, message, "write `grad: sum` if it sees the rank's own heads or columns, else `grad: complete`")
+
+    def _has_cut_sibling(self, group: Alike) -> bool:
+        parent = group.pattern.rpartition(".")[0]
+        siblings = [g for g in self.groups if g.pattern.rpartition(".")[0] == parent and g.pattern != group.pattern]
+        styles = {rule.style for g in siblings if (rule := self._rule_of[g.pattern]) is not None and not self._is_whole(rule)}
+        return bool(parent) and {"colwise", "rowwise"} <= styles
+
+    def _inputs(self, group: Alike, rule: Rule | None) -> tuple[BoundMove, ...]:
+        if rule is None:
+            return ()
+        moves = [(rule.parallel_residual, Move(dst=P))] if rule.parallel_residual else list(rule.inputs)
+        region = self._region_of(group.pattern)
+        if not moves and rule.style == "colwise" and region is None and module_kind(group.module) != "Embedding":
+            moves = [(0, Move(dst=R))]
+        if not moves and rule.style == "norm" and self._block_of(group, rule) is None:
+            moves = [(0, Move(dst=RESIDUAL))]
+        whole = self._is_whole(rule) or self._region_is_whole(group.pattern)
+        bound = []
+        for value, move in moves:
+            position, name = self._argument(group, rule, value)
+            bound.append(input_move(move, self.layouts, value=position, name=name, whole=whole))
+        return tuple(bound)
+
+    def _outputs(self, group: Alike, rule: Rule | None) -> tuple[BoundMove, ...]:
+        if rule is None:
+            return ()
+        gives = default_output(rule.style, self._is_whole(rule))
+        moves = list(rule.outputs)
+        if not moves and (rule.style in ("rowwise", "vocab") or rule.parallel_residual):
+            moves = [(None, Move(dst=RESIDUAL))]
+        weight = group.module._parameters.get("weight")
+        length = weight.shape[0] if rule.style == "colwise" and weight is not None else None
+        bound = [output_move(move, self.layouts, value=value, gives=gives) for value, move in moves]
+        return tuple(dataclasses.replace(b, length=length) if b.src == S(-1) else b for b in bound)
+
+    def _argument(self, group: Alike, rule: Rule, value: str | int | None) -> tuple[int | None, str | None]:
+        """Position and name of a forward argument, whichever of them the rule gives."""
+        names = _forward_arguments(group.module)
+        if isinstance(value, str):
+            if value not in names:
+                hint = did_you_mean(value, names) or f"its arguments: {', '.join(names)}"
+                raise PlacingError("DTP412", f"forward has no argument `{value}`", hint)
+            return names.index(value), value
+        if value is None or value >= len(names):
+            raise PlacingError("DTP412", f"forward has {len(names)} arguments, none at position {value}")
+        return value, names[value]
+
+    def _shared(self, group: Alike, rule: Rule | None) -> BoundMove | None:
+        if rule is None or rule.parallel_residual is None:
+            return None
+        position, name = self._argument(group, rule, rule.parallel_residual)
+        return input_move(Move(dst=R), self.layouts, value=position, name=name, whole=False)
+
+    def _localized(self, group: Alike, rule: Rule | None) -> tuple[str, ...]:
+        for name in rule.localize if rule else ():
+            value = getattr(group.module, name, None)
+            if isinstance(value, bool) or not isinstance(value, int) or value % self.tp:
+                raise PlacingError("DTP412", f"`localize: {name}` needs a whole number that {self.tp} divides, it is {value!r}")
+        return rule.localize if rule else ()
+
+    def _later(self, rule: Rule | None, tensor_rules: list[Rule]) -> tuple[str, ...]:
+        wants: list[str] = []
+        for r in [rule, *tensor_rules]:
+            if r is None:
+                continue
+            wants += ["sections of a fused dim"] * bool(r.sections)
+            wants += ["style sharded_norm"] * (r.style == "sharded_norm")
+            wants += [f"unit {r.unit} on several ranks at once (replicate_kv)"] * goes_on_later(self._unit(r), self.tp)
+            wants += ["sum_grad_of_last"] * any(move.sum_grad_of_last for _, move in r.outputs)
+        return tuple(wants)
+
+    # --- where a module lies ---
+
+    def _region_of(self, pattern: str) -> str | None:
+        """The nearest module above whose rule prepares an input for cut work below it."""
+        while pattern:
+            pattern = pattern.rpartition(".")[0]
+            rule = self._rule_of.get(pattern)
+            if rule is not None and (rule.parallel_residual or any(move.dst == R for _, move in rule.inputs)):
+                return pattern
+        return None
+
+    def _block_of(self, group: Alike, rule: Rule | None) -> str | None:
+        """The parallel-residual block whose input this norm reads."""
+        region = self._region_of(group.pattern)
+        above = None if region is None else self._rule_of[region]
+        if rule is None or rule.style != "norm" or above is None or not above.parallel_residual:
+            return None
+        return region
+
+    def _region_is_whole(self, pattern: str) -> bool:
+        below = [r for p, r in self._rule_of.items() if p.startswith(pattern + ".") and r is not None and r.style in CUTS]
+        wholes = [self._is_whole(r) for r in below]
+        if any(wholes) and not all(wholes):
+            message = f"{pattern}: some of its layers stay whole at degree {self.tp} and others are cut"
+            self._add("DTP405", below[wholes.index(True)], message, "give their units the same `indivisible`, or choose another degree")
+        return bool(wholes) and all(wholes)
+
+    def _is_whole(self, rule: Rule | None) -> bool:
+        return is_whole(self._unit(rule), self.tp)
+
+    def _unit(self, rule: Rule | None) -> BoundUnit | None:
+        return None if rule is None or rule.unit is None else self.units.get(rule.unit)
+
+    # --- refusals ---
+
+    def _chosen(self, group: Alike) -> Rule | None:
+        try:
+            return chosen(group.rules)
+        except PlacingError as error:
+            self._add(error.code, group.rules[-1], f"{group.pattern}: {error}", error.hint)
+            return group.rules[0]
+
+    def _refuse_dead_rules(self) -> None:
+        hit = {rule.path for group in self.groups for rule in group.rules}
+        hit |= {rule.path for group in self.groups for rules in group.tensor_rules.values() for rule in rules}
+        names = [n for n, _ in self.model.named_modules() if n] + [n for n, _ in self.model.named_parameters()]
+        for rule in self.rules:
+            if rule.path not in hit and not rule.optional:
+                message = f"the rule `{rule.pattern}` names nothing in {type(self.model).__name__}"
+                self._add("DTP401", rule, message, _nearest(rule.path, names))
+
+    def _refuse_unruled(self) -> None:
+        for group in self.groups:
+            if self._rule_of[group.pattern] is not None:
+                continue
+            missing = [(n, t) for n, t in named_tensors(group.module) if not group.tensor_rules.get(n)]
+            if missing:
+                owned = ", ".join(f"{n} {list(t.shape)}" for n, t in missing)
+                size = sum(t.numel() * t.element_size() for _, t in missing) * len(group.names)
+                message = f"no rule for `{group.pattern}` ({module_kind(group.module)}: {owned}; {size:,} bytes in all)"
+                hint = f"add `{group.pattern}: replicate` to keep it whole on every rank, or a style that cuts it"
+                found = Diagnostic(code="DTP403", file=self.plan.files[0], message=message, hint=hint)
+                self.findings.append(found)
+
+    def _refuse_split_ties(self, bound: list[BoundModule]) -> None:
+        where = {_join(name, t.name): (m, t) for m in bound for name in m.names for t in m.tensors}
+        for tie in self.ties:
+            placed = [(name, *where[name]) for name in tie if name in where]
+            layouts = {tensor.placement for _, _, tensor in placed}
+            if len(layouts) > 1:
+                spelled = " and ".join(f"{name} is {tensor.placement} ({module.rule})" for name, module, tensor in placed)
+                message = f"{' and '.join(tie)} are one tensor, but {spelled}"
+                hint = "give both ends rules that place them alike: `vocab` for the embedding, `colwise` for the head"
+                self.findings.append(Diagnostic(code="DTP409", file=self.plan.files[0], message=message, hint=hint))
+
+    def _add(self, code: str, rule: Rule | None, message: str, hint: str = "") -> None:
+        if rule is None:
+            self.findings.append(Diagnostic(code=code, file=self.plan.files[0], message=message, hint=hint))
+        else:
+            self.findings.append(finding_at(code, rule.at, message, hint))
+
+
+def _with_tie(entry: BoundTensor, tied_to: str | None) -> BoundTensor:
+    return entry if tied_to is None else dataclasses.replace(entry, tied_to=tied_to)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _ties_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names of parameters that are one object, in the model's order."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(tied) for tied in names.values() if len(tied) > 1)
+
+
+def _forward_arguments(module: nn.Module) -> list[str]:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in positional]
+
+
+def _nearest(path: paths.Segments, names: Iterable[str]) -> str:
+    """The real path that is closest to a dead one, with the plan's `*` put back."""
+    as_patterns = {".".join("*" if s.isdecimal() and "*" in path else s for s in name.split(".")) for name in names}
+    hint = did_you_mean(".".join(path), sorted(as_patterns))
+    return hint or "compare with `dtplan show`, or mark the rule `optional: true`"

@@ -1,0 +1,160 @@
+"""A bound plan: what a plan means for one model at given degrees. Data, deterministic, with a JSON form.
+
+Modules that are built alike are bound once: an entry's ``names`` are all the modules that it stands for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dtplan.plan.spec import Layout
+
+Op = Literal["keep", "copy", "reduce", "gather", "scatter", "gather_whole", "slice", "place"]
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundMove:
+    """A change of layout of one input (``value``: position, ``name``: argument) or output (position or None)."""
+
+    value: int | None
+    name: str | None = None
+    op: Op
+    src: Layout
+    dst: Layout
+    global_shape: bool = False
+    length: int | None = None
+    """The global size of the dim that is cut, where it is known and parts may differ in size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundTensor:
+    """A parameter or buffer: its global shape, its placement on tp, and the largest local shape (rank 0's)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placement: Layout
+    local_shape: tuple[int, ...]
+    unit: str | None = None
+    grad: Literal["complete", "sum"] = "complete"
+    once: bool = False
+    """A bias that is added to unreduced partial sums: one rank adds it."""
+    trainable: bool = True
+    buffer: bool = False
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundModule:
+    """One rule at work on the modules ``names``, which are alike; ``pattern`` spells them all."""
+
+    pattern: str
+    names: tuple[str, ...]
+    kind: str
+    style: str | None
+    rule: str
+    tensors: tuple[BoundTensor, ...] = ()
+    inputs: tuple[BoundMove, ...] = ()
+    outputs: tuple[BoundMove, ...] = ()
+    block: str | None = None
+    """The pattern of the parallel-residual block whose input this module reads."""
+    shared: BoundMove | None = None
+    """Of a parallel-residual block: how its norms are given the whole input, once for all of them."""
+    localize: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+    """What the rule asks for that `parallelize` cannot do yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundUnit:
+    """A unit's count in this model's config and the degrees up to 64 that it allows."""
+
+    name: str
+    field: str
+    count: int
+    indivisible: str
+    allows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundPlan:
+    """Everything that applying, proving, loading, measuring and drawing need to know."""
+
+    plan: str
+    digest: str
+    architecture: str
+    degrees: Mapping[str, int]
+    """Sizes of the axes ``replicate``, ``shard``, ``tp``."""
+    sequence_parallel: bool
+    loss_parallel: bool
+    residual: Layout
+    width: int
+    """Features of the residual stream."""
+    units: tuple[BoundUnit, ...]
+    modules: tuple[BoundModule, ...]
+    ties: tuple[tuple[str, ...], ...]
+    aliases: Mapping[str, tuple[str, ...]]
+    fsdp_units: tuple[str, ...]
+    fsdp: Mapping[str, Any]
+    te: tuple[str, ...] = ()
+    """Fused layers that the plan declares, as text; none is applied yet."""
+
+    @property
+    def tp(self) -> int:
+        """The tensor parallel degree."""
+        return self.degrees["tp"]
+
+    def tensors(self) -> Iterator[tuple[BoundModule, str, BoundTensor]]:
+        """Every parameter and buffer by its full name; a tied one under each of its names."""
+        for module in self.modules:
+            for name in module.names:
+                for tensor in module.tensors:
+                    yield module, f"{name}.{tensor.name}" if name else tensor.name, tensor
+
+    def parameter_bytes(self) -> tuple[int, int]:
+        """Bytes of the parameters of the whole model, and of the largest rank after tp and shard; ties once."""
+        whole = local = 0
+        for module in self.modules:
+            for tensor in module.tensors:
+                if not tensor.buffer and tensor.tied_to is None:
+                    size = len(module.names) * dtype_bytes(tensor.dtype)
+                    whole += size * math.prod(tensor.shape)
+                    local += size * math.prod(self.shard_shape(tensor))
+        return whole, local
+
+    def shard_shape(self, tensor: BoundTensor) -> tuple[int, ...]:
+        """The shape that rank 0 keeps after FSDP2 cut dim 0 over the ``shard`` axis."""
+        if tensor.buffer or not tensor.local_shape:
+            return tensor.local_shape
+        return (-(-tensor.local_shape[0] // self.degrees["shard"]), *tensor.local_shape[1:])
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON data; equal bound plans give equal bytes through ``json_text``."""
+        data = _jsonable(dataclasses.asdict(self, dict_factory=dict))
+        return {"schema_version": SCHEMA_VERSION, **data}
+
+    def json_text(self) -> str:
+        """``to_json`` as text, sorted and indented."""
+        return json.dumps(self.to_json(), indent=2, sort_keys=True, ensure_ascii=True) + "\n"
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of a dtype by its torch name."""
+    sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
+    return sizes[dtype]
+
+
+def _jsonable(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, dict):
+        if value.keys() == {"word", "dim"}:
+            return str(Layout(value["word"], value["dim"]))
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return value

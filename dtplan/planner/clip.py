@@ -1,0 +1,128 @@
+"""Gradient clipping that counts every element of every gradient once, however it is sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtplan._errors import ApplyError
+
+Axis = tuple[str, str]
+"""An axis' name and its group's; ranks sort by it alike, since their axes have the same names."""
+Axes = frozenset[Axis]
+"""The axes over which a gradient is cut."""
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients down so that their norm is at most ``max_norm``; return the norm before.
+
+    The norm is that of the unsharded gradients: what is cut over an axis is summed over it, what is whole is
+    counted once. Plain tensors and DTensors, and DTensors on several meshes, may be mixed. Collective over
+    the meshes of the gradients, at most one small all-reduce an axis. The result is a plain 0-dim tensor in
+    float32 (float64 for float64 gradients), the same on every rank.
+
+    Raises:
+        ApplyError: a gradient is a partial sum; or the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    found = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    unique = {id(p): p for p in ([found] if isinstance(found, Tensor) else found)}
+    grads = [p.grad for p in unique.values() if p.grad is not None]
+    norm = total_norm(grads, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise ApplyError(f"the gradient norm is {norm.item()}; nothing was scaled")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for device, locals_ in _by_device([_local(grad) for grad in grads]).items():
+        torch._foreach_mul_(locals_, factor.to(device))
+    return norm
+
+
+@torch.no_grad()
+def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all ``grads`` taken as one vector; see ``clip_grad_norm_``."""
+    grads = list(grads)
+    if not grads:
+        return torch.zeros(())
+    groups: dict[Axis, dist.ProcessGroup] = {}
+    buckets: dict[Axes, list[Tensor]] = {}
+    for grad in grads:
+        buckets.setdefault(_cut_axes(grad, groups), []).append(_local(grad))
+    device = _device_of(grads)
+    powers = {axes: _power(tensors, norm_type).to(device) for axes, tensors in buckets.items()}
+    summed = _over_axes(powers, groups, infinite=math.isinf(norm_type))
+    return summed if math.isinf(norm_type) else summed ** (1.0 / norm_type)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _device_of(grads: list[Tensor]) -> torch.device:
+    """Where the ranks can talk: gradients may be offloaded to the host while their mesh is of GPUs."""
+    meshes = [grad.device_mesh for grad in grads if isinstance(grad, DTensor)]
+    return torch.device(meshes[0].device_type) if meshes else grads[0].device
+
+
+def _cut_axes(grad: Tensor, groups: dict[Axis, dist.ProcessGroup]) -> Axes:
+    if not isinstance(grad, DTensor):
+        return frozenset()
+    cut = []
+    for i, placement in enumerate(grad.placements):
+        if placement.is_partial():
+            raise ApplyError(f"a gradient of shape {list(grad.shape)} is still a partial sum: {grad.placements}")
+        if not placement.is_replicate() and grad.device_mesh.size(i) > 1:
+            group = grad.device_mesh.get_group(i)
+            axis = ((grad.device_mesh.mesh_dim_names or ())[i : i + 1] or (str(i),))[0], group.group_name
+            groups[axis] = group
+            cut.append(axis)
+    return frozenset(cut)
+
+
+def _power(tensors: list[Tensor], norm_type: float) -> Tensor:
+    """The sum of the p-th powers, or the largest magnitude, of this rank's parts."""
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    parts = []
+    for device_tensors in _by_device([t for t in tensors if t.numel()]).values():
+        norms = torch.stack([n.to(dtype) for n in torch._foreach_norm(device_tensors, norm_type, dtype=dtype)])
+        parts.append(norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum())
+    if not parts:
+        return torch.zeros((), dtype=dtype)
+    stacked = torch.stack([part.to(parts[0].device) for part in parts])
+    return stacked.max() if math.isinf(norm_type) else stacked.sum()
+
+
+def _over_axes(powers: dict[Axes, Tensor], groups: dict[Axis, dist.ProcessGroup], *, infinite: bool) -> Tensor:
+    """All buckets joined: each is reduced over the axes along which it is cut, together where they share one."""
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in powers.values()) else torch.float32
+    powers = {axes: power.to(dtype) for axes, power in powers.items()}
+
+    def join(a: Tensor, b: Tensor) -> Tensor:
+        return torch.maximum(a, b) if infinite else a + b
+
+    # An axis that every rank of the mesh knows to be cut is reduced; ranks agree, since placements are global.
+    for axis in sorted(groups):
+        axes_here = sorted((axes for axes in powers if axis in axes), key=sorted)
+        values = torch.stack([powers.pop(axes) for axes in axes_here])
+        dist.all_reduce(values, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=groups[axis])
+        for axes, value in zip(axes_here, values.unbind(), strict=True):
+            rest = axes - {axis}
+            powers[rest] = join(powers[rest], value) if rest in powers else value
+    (result,) = powers.values()
+    return result
+
+
+def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found

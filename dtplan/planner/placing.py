@@ -1,0 +1,142 @@
+"""Where each tensor of a module goes: the table of styles, and the checks of dims against units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from dtplan.plan.spec import RESIDUAL, Layout, P, R, Rule, S
+from dtplan.planner.bound import BoundTensor, BoundUnit
+from dtplan.planner.collectives import chunk_sizes
+from dtplan.planner.match import Alike
+
+# style -> kind of module -> the dim along which each parameter is cut; None is whole and added once.
+CUTS: dict[str, dict[str, dict[str, int | None]]] = {
+    "colwise": {"Linear": {"weight": 0, "bias": 0}, "Conv1D": {"weight": 1, "bias": 0}, "Embedding": {"weight": 1}},
+    "rowwise": {"Linear": {"weight": 1, "bias": None}, "Conv1D": {"weight": 0, "bias": None}, "Embedding": {"weight": 0}},
+    "vocab": {"Embedding": {"weight": 0}},
+}
+
+
+class PlacingError(ValueError):
+    """A rule does not fit a tensor; ``code`` is the diagnostic's, ``hint`` what to do."""
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.code, self.hint = code, hint
+
+
+def module_kind(module: nn.Module) -> str:
+    """The name under which styles know exactly this class; a subclass is a kind of its own."""
+    kind = type(module)
+    if kind in (nn.Linear, nn.Embedding):
+        return kind.__name__
+    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return "Conv1D" if is_conv1d else f"{kind.__module__}.{kind.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How one tensor is cut: its dim (None: whole), and whether a whole one is added once."""
+
+    dim: int | None = None
+    once: bool = False
+    rule: Rule | None = None
+
+
+def cuts_of(alike: Alike, rule: Rule | None, whole: bool) -> dict[str, Cut]:
+    """How each tensor of the module is cut by its own rule and by those on its parameters.
+
+    Raises:
+        PlacingError: the style is not for this class of module, or a parameter has two rules.
+    """
+    module = alike.module
+    cuts = {name: Cut() for name, _ in named_tensors(module)}
+    if rule is not None and rule.style in CUTS and not whole:
+        table = CUTS[rule.style].get(module_kind(module))
+        if table is None:
+            kinds = ", ".join(CUTS[rule.style])
+            message = f"`{rule.style}` is for {kinds} exactly; {alike.pattern} is a {module_kind(module)}"
+            raise PlacingError("DTP404", message, "a subclass may compute something else: name its parameters with `shard: DIM`")
+        for name in cuts:
+            if name in table:
+                cuts[name] = Cut(dim=table[name], once=table[name] is None, rule=rule)
+    for name, rules in alike.tensor_rules.items():
+        own = chosen(rules)
+        if own is not None:
+            cuts[name] = Cut(dim=own.shard, rule=own)
+    return cuts
+
+
+def chosen(rules: tuple[Rule, ...]) -> Rule | None:
+    """The one rule of several on one path: the one with `override`, else the only one.
+
+    Raises:
+        PlacingError: two rules and none, or more than one, is marked.
+    """
+    if len(rules) > 1:
+        winners = [rule for rule in rules if rule.override]
+        if len(winners) == 1:
+            return winners[0]
+        lines = " and ".join(str(rule.at) for rule in rules)
+        raise PlacingError("DTP402", f"rules at {lines} both fall on it", "mark the one that wins with `override: true`")
+    return rules[0] if rules else None
+
+
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that the module itself owns."""
+    both = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in both if tensor is not None]
+
+
+def place(name: str, tensor: Tensor, cut: Cut, *, units: Mapping[str, BoundUnit], tp: int, grad_sum: bool, buffer: bool) -> BoundTensor:
+    """The tensor's placement and local shape.
+
+    Raises:
+        PlacingError: the dim is not there, or is not a whole number of units, or is not divided by the degree.
+    """
+    shape = tuple(tensor.shape)
+    placement, unit_name = R, cut.rule.unit if cut.rule else None
+    local = shape
+    if cut.dim is not None:
+        dim = cut.dim + len(shape) if cut.dim < 0 else cut.dim
+        if not 0 <= dim < len(shape):
+            raise PlacingError("DTP408", f"`{name}` has {len(shape)} dims {list(shape)}, there is no dim {cut.dim}")
+        _check_units(name, shape, dim, units.get(unit_name or ""), tp)
+        placement = S(dim)
+        local = (*shape[:dim], chunk_sizes(shape[dim], tp)[0], *shape[dim + 1 :])
+    return BoundTensor(
+        name=name,
+        shape=shape,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        placement=placement,
+        local_shape=local,
+        unit=unit_name if placement != R else None,
+        grad="sum" if grad_sum and placement == R and not buffer and not cut.once else "complete",
+        once=cut.once,
+        trainable=tensor.requires_grad,
+        buffer=buffer,
+    )
+
+
+def _check_units(name: str, shape: tuple[int, ...], dim: int, unit: BoundUnit | None, tp: int) -> None:
+    size = shape[dim]
+    if unit is None:
+        if size % tp:
+            message = f"`{name}` {list(shape)}: dim {dim} of size {size} is not divided by degree {tp}"
+            raise PlacingError("DTP408", message, "give the rule a `unit`, so that the limit has a name")
+    elif size % unit.count:
+        message = f"`{name}` {list(shape)}: dim {dim} of size {size} is not a whole number of {unit.count} {unit.name} units"
+        raise PlacingError("DTP408", message, f"{unit.name} is counted by `{unit.field}`: is it the unit of this dim?")
+
+
+def default_output(style: str | None, whole: bool) -> Layout:
+    """The layout in which a module of this style computes its output.
+
+    A module without a style is a region of cut work: its ranks hold terms of a sum.
+    """
+    if whole or style == "replicate":
+        return R
+    return {"colwise": S(-1), "norm": RESIDUAL}.get(style or "", P)

@@ -1,0 +1,324 @@
+"""One torch ``ParallelStyle`` for every bound module: parameters become DTensors, forward runs on local tensors.
+
+At rest every parameter is a DTensor, so optimizers, clipping, FSDP2 and checkpoints see one kind of tensor on
+named axes. While a module computes, its parameters are plain local tensors and so are its inputs; what crosses
+ranks is only what the bound moves say. Nothing is dispatched through DTensor in between.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtplan._errors import ApplyError
+from dtplan.planner import collectives as coll
+from dtplan.planner.bound import BoundModule, BoundMove, BoundTensor
+from dtplan.planner.collectives import Group
+
+Forward = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Scope:
+    """Whole parameters of one stretch of forward whose gradients are summed over ranks in one all-reduce.
+
+    Entered around the forward of an FSDP unit, or of the model; modules inside take their views from it.
+    """
+
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    views: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def entered(self, tp: Tp) -> Iterator[None]:
+        """Read all parameters of the scope through one autograd node."""
+        if not self.owners:
+            yield
+            return
+        held = [tp.local(module, name) for module, name in self.owners]
+        views = coll.sum_grads(held, tp.group)
+        before = self.views
+        self.views = {(id(module), name): view for (module, name), view in zip(self.owners, views, strict=True)}
+        try:
+            yield
+        finally:
+            self.views = before
+
+
+@dataclass(slots=True)
+class BlockInput:
+    """What a parallel-residual block made of its input, for the norms that read it."""
+
+    partial: Tensor | None = None
+    whole: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Tp:
+    """The tp axis of one sharded model, and what its modules share."""
+
+    mesh: DeviceMesh
+    group: Group
+    names: dict[int, str] = field(default_factory=dict)
+    """Module -> full name, for messages."""
+    made: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Full name -> its new parameter, for the other names of a tied one."""
+    blocks: dict[str, BlockInput] = field(default_factory=dict)
+    scopes: dict[int, Scope] = field(default_factory=dict)
+    """Module -> the scope that sums its gradients."""
+
+    def local(self, module: nn.Module, name: str) -> Tensor:
+        """The rank's own part of a parameter as a plain tensor through which gradients flow.
+
+        Raises:
+            ApplyError: FSDP2 has not gathered the parameter, because its unit's forward was bypassed.
+        """
+        tensor = module._parameters[name] if name in module._parameters else module._buffers[name]
+        if not isinstance(tensor, DTensor):
+            assert tensor is not None
+            return tensor
+        if len(tensor.placements) > 1:
+            raise ApplyError(
+                f"{self.names[id(module)]} was called while FSDP2 held its parameters cut: the forward of its unit or of "
+                "the model was bypassed; call the model, or register the method that calls it with "
+                "torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
+            )
+        return tensor.to_local()
+
+
+class Sharded(ParallelStyle):
+    """Applies one bound module to the live module ``name``; made afresh for each."""
+
+    def __init__(self, bound: BoundModule, name: str, tp: Tp) -> None:
+        super().__init__()
+        self.bound, self.name, self.tp = bound, name, tp
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for tensor in self.bound.tensors:
+            self._distribute(module, tensor)
+        for attribute in self.bound.localize:
+            setattr(module, attribute, getattr(module, attribute) // self.tp.group.size)
+        wrap(module, self.bound, self.name, self.tp)
+        return module
+
+    def _distribute(self, module: nn.Module, bound: BoundTensor) -> None:
+        if bound.buffer:
+            buffer = module._buffers[bound.name]
+            if bound.placement.dim is not None and buffer is not None:
+                module._buffers[bound.name] = coll.own_part(buffer, bound.placement.dim, self.tp.group)
+            return
+        full_name = f"{self.name}.{bound.name}" if self.name else bound.name
+        made = self.tp.made.get(bound.tied_to) if bound.tied_to else None
+        if made is None:
+            old = module._parameters[bound.name]
+            assert old is not None
+            # src_data_rank=None: every rank cuts what it has; that ranks agree was checked before.
+            cut = distribute_tensor(old.data, self.tp.mesh, [torch_placement(bound)], src_data_rank=None)
+            made = nn.Parameter(cut, requires_grad=old.requires_grad)
+        module._parameters[bound.name] = self.tp.made[full_name] = made
+
+
+def torch_placement(bound: BoundTensor) -> Placement:
+    """The placement on tp as torch spells it."""
+    return Replicate() if bound.placement.dim is None else Shard(bound.placement.dim)
+
+
+def wrap(module: nn.Module, bound: BoundModule, name: str, tp: Tp) -> None:
+    """Put the moves around the module's forward, and local parameters inside."""
+    before = forward = module.forward
+    if bound.kind == "Embedding" and bound.tensors and bound.tensors[0].placement.dim == 0:
+        forward = vocab_forward(module, tp.group)
+    if any(not tensor.buffer for tensor in bound.tensors):
+        forward = with_local_parameters(module, forward, bound, tp)
+    if bound.block is not None:
+        depth = bound.block.count(".") + 1
+        block = tp.blocks.setdefault(".".join(name.split(".")[:depth]), BlockInput())
+        forward = reading_block_input(forward, block, name)
+    if bound.shared is not None:
+        forward = with_block_input(forward, bound, tp.blocks.setdefault(name, BlockInput()), tp)
+    elif bound.inputs:
+        forward = with_inputs(forward, bound, tp)
+    if any(move.op != "keep" or move.global_shape for move in bound.outputs):
+        forward = with_outputs(forward, bound, tp)
+    if forward is not before:
+        module.forward = functools.wraps(before)(forward)
+
+
+def with_local_parameters(module: nn.Module, inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
+    """Run ``inner`` while the module's parameters are local tensors."""
+    names = [t.name for t in bound.tensors if not t.buffer]
+    once = {t.name for t in bound.tensors if t.once}
+    summed = {t.name for t in bound.tensors if t.grad == "sum" and t.trainable}
+    parameters = module._parameters
+
+    def view(name: str) -> Tensor:
+        if name in summed:
+            scope = tp.scopes.get(id(module))
+            shared = None if scope is None else scope.views.get((id(module), name))
+            return coll.sum_grads([tp.local(module, name)], tp.group)[0] if shared is None else shared
+        local = tp.local(module, name)
+        return coll.place(local, tp.group) if name in once else local
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the module's own
+        held = {name: parameters[name] for name in names}
+        parameters.update({name: view(name) for name in names})  # type: ignore[misc]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            parameters.update(held)
+
+    return forward
+
+
+def vocab_forward(module: nn.Module, group: Group) -> Forward:
+    """An embedding's lookup where each rank knows only its own rows: a row of another rank gives zero."""
+    first = sum(coll.chunk_sizes(module.num_embeddings, group.size)[: group.rank])  # type: ignore[arg-type]
+    padding = module.padding_idx
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        rows = weight.shape[0]
+        if rows == 0:  # fewer rows than ranks: the sum over ranks is the others'
+            return weight.new_zeros(*input.shape, weight.shape[1]) + weight.sum()
+        index = input - first
+        foreign = (index < 0) | (index >= rows)
+        own_padding = padding - first if isinstance(padding, int) and 0 <= padding - first < rows else None
+        found = F.embedding(index.masked_fill(foreign, 0), weight, own_padding)
+        return found.masked_fill(foreign.unsqueeze(-1), 0)
+
+    return forward
+
+
+def with_inputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
+    """Change the layouts of inputs before ``inner``."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        for move in bound.inputs:
+            args, kwargs = replaced(args, kwargs, move, lambda x, m=move: moved(x, m, tp, bound.pattern))
+        return inner(*args, **kwargs)
+
+    return forward
+
+
+def with_outputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
+    """Change the layouts of outputs after ``inner``."""
+    moves = [move for move in bound.outputs if move.op != "keep" or move.global_shape]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        out = inner(*args, **kwargs)
+        for move in moves:
+            if move.value is None:
+                out = moved(out, move, tp, bound.pattern)
+            else:
+                out = (*out[: move.value], moved(out[move.value], move, tp, bound.pattern), *out[move.value + 1 :])
+        return out
+
+    return forward
+
+
+def with_block_input(inner: Forward, bound: BoundModule, block: BlockInput, tp: Tp) -> Forward:
+    """A block whose input joins the unreduced sum of its branches, with one reduction each way.
+
+    The branches' norms read one whole copy of the input, whose gradient is summed once for all of them; the
+    residual is handed in as a term of the sum that one rank holds, so the block's own additions stay right.
+    """
+    (place,), shared = bound.inputs, bound.shared
+    assert shared is not None
+
+    def split(x: Tensor) -> Tensor:
+        x = as_local(x, shared, bound.pattern)
+        block.whole = moved(x, shared, tp, bound.pattern)
+        block.partial = moved(x, place, tp, bound.pattern)
+        return block.partial
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        args, kwargs = replaced(args, kwargs, place, split)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            block.whole = block.partial = None
+
+    return forward
+
+
+def reading_block_input(inner: Forward, block: BlockInput, name: str) -> Forward:
+    """A norm that reads its block's input: it is given the whole copy in place of the residual's term."""
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if block.partial is None or x is not block.partial:
+            raise ApplyError(
+                f"{name} reads something else than its block's input, so the block has no parallel residual: "
+                "use `input: residual` on the block and reduce each branch"
+            )
+        return inner(block.whole, *args, **kwargs)
+
+    return forward
+
+
+def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], move: BoundMove, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the one that ``move`` names changed, however it was passed."""
+    if move.name in kwargs:
+        return args, {**kwargs, move.name: change(kwargs[move.name])}
+    if move.value is not None and move.value < len(args):
+        return (*args[: move.value], change(args[move.value]), *args[move.value + 1 :]), kwargs
+    return args, kwargs
+
+
+def as_local(x: Tensor, move: BoundMove, where: str) -> Tensor:
+    """A plain tensor; a DTensor must have the layout in which the value is expected."""
+    if not isinstance(x, DTensor):
+        return x
+    expected = Replicate() if move.src.dim is None else Shard(move.src.dim % x.dim())
+    if x.placements != (expected,):
+        raise ApplyError(f"{where}: a DTensor came in as {x.placements}, expected {move.src}")
+    return x.to_local()
+
+
+def moved(x: Tensor, move: BoundMove, tp: Tp, where: str) -> Tensor:
+    """``x`` after the operation of ``move``.
+
+    Raises:
+        ApplyError: a dim that is to be cut is not divided by the degree (sequence parallelism).
+    """
+    x = as_local(x, move, where)
+    group = tp.group
+    dim = move.dst.dim if move.dst.dim is not None else move.src.dim
+    if dim is not None:
+        dim %= x.dim()
+    if move.op in ("scatter", "slice") and x.shape[dim] % group.size:
+        raise ApplyError(
+            f"{where}: dim {dim} of length {x.shape[dim]} cannot be cut over {group.size} tp ranks; pad the sequence to a "
+            f"multiple of {group.size}, or turn sequence_parallel off (for generation it must be off)"
+        )
+    match move.op:
+        case "copy":
+            x = coll.copy(x, group)
+        case "reduce":
+            x = coll.reduce(x, group)
+        case "gather":
+            x = coll.gather(x, dim, group)
+        case "scatter":
+            x = coll.scatter(x, dim, group)
+        case "gather_whole":
+            x = coll.gather_whole(x, dim, group, move.length)
+        case "slice":
+            x = coll.slice_whole(x, dim, group)
+        case "place":
+            x = coll.place(x, group) if move.src.dim is None else coll.spread(x, dim, group)
+    return as_global(x, dim, move, tp) if move.global_shape else x
+
+
+def as_global(x: Tensor, dim: int, move: BoundMove, tp: Tp) -> Tensor:
+    """A DTensor around a cut value, with the global shape that code outside expects to see."""
+    shape = torch.Size((*x.shape[:dim], move.length or x.shape[dim] * tp.group.size, *x.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, tp.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
