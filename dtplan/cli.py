@@ -1,0 +1,154 @@
+"""The command line: parse, call, render, exit code (0 ok, 1 findings, 2 usage or internal)."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterable
+
+import click
+
+from dtplan import __version__
+from dtplan._errors import Diagnostic, DtplanError
+from dtplan.plan.codes import CODES
+from dtplan.plan.library import builtin_plans
+from dtplan.plan.read import check, load_plan
+from dtplan.plan.schema import schema_text
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dtplan")
+def cli() -> None:
+    """Sharding plans for Hugging Face models: list, check and show them."""
+
+
+@cli.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def list_plans(as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
+    """Built-in plans: name, digest, and the model classes that they serve."""
+    plans = [load_plan(name) for name in builtin_plans()]
+    if as_json:
+        rows = [{"name": plan.name, "digest": plan.digest, "serves": list(plan.serves)} for plan in plans]
+        click.echo(json.dumps({"schema_version": 1, "plans": rows}, indent=2))
+        return
+    width = max(len(plan.name) for plan in plans)
+    for plan in plans:
+        click.echo(f"{plan.name:<{width}}  {plan.digest[:12]}  {', '.join(plan.serves)}")
+
+
+@cli.command()
+@click.argument("plans", nargs=-1, required=True, metavar="PLAN...")
+@click.option("--format", "style", type=click.Choice(["text", "json", "github"]), default="text", show_default=True)
+def lint(plans: tuple[str, ...], style: str) -> None:
+    """Check plan files (or built-in plans by name); every finding has a place and a code."""
+    found = {plan: check(plan) for plan in plans}
+    findings = [finding for each in found.values() for finding in each]
+    if style == "json":
+        click.echo(json.dumps({"schema_version": 1, "findings": [_as_json(f) for f in findings]}, indent=2))
+    elif style == "github":
+        _echo_lines(_as_github(f) for f in findings)
+    else:
+        _echo_lines(f.render() for f in findings)
+        clean = [plan for plan, each in found.items() if not each]
+        _echo_lines(f"{plan}: no findings" for plan in clean)
+    sys.exit(1 if findings else 0)
+
+
+@cli.command()
+@click.argument("plan", default="auto")
+@click.option("--model", required=True, help="A model folder, a config.json, or a name that transformers knows.")
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor parallel degree.")
+@click.option("--shard", default=1, show_default=True, type=click.IntRange(min=1), help="FSDP2 shard degree.")
+@click.option("--replicate", default=1, show_default=True, type=click.IntRange(min=1), help="Replicas.")
+@click.option("--sequence-parallel", is_flag=True, help="Cut the residual stream along the sequence.")
+@click.option("--loss-parallel", is_flag=True, help="Keep the logits cut along the vocabulary.")
+@click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences of a batch.")
+@click.option("--seq", default=4096, show_default=True, type=click.IntRange(min=1), help="Tokens of a sequence.")
+@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(_DTYPES), help="Of activations.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def show(
+    plan: str,
+    *,
+    model: str,
+    tp: int,
+    shard: int,
+    replicate: int,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+    batch: int,
+    seq: int,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """What PLAN (default: the built-in one for the model's class) does to a model, without its weights."""
+    load_plan(plan) if plan != "auto" else None  # a wrong plan is told before torch is imported
+    from dtplan.planner.bind import bind  # noqa: PLC0415 - imports torch
+    from dtplan.planner.ledger import ledger  # noqa: PLC0415
+    from dtplan.planner.meta import meta_model  # noqa: PLC0415
+    from dtplan.report import show as view  # noqa: PLC0415
+
+    bound = bind(
+        meta_model(model),
+        plan,
+        tp=tp,
+        shard=shard,
+        replicate=replicate,
+        sequence_parallel=sequence_parallel,
+        loss_parallel=loss_parallel,
+    )
+    book = ledger(bound, batch=batch, sequence=seq, dtype=dtype)
+    if as_json:
+        click.echo(json.dumps(view.as_json(bound, book), indent=2, sort_keys=True))
+    else:
+        view.print_tables(bound, book)
+
+
+@cli.command()
+def schema() -> None:
+    """The JSON Schema of plan files, for editors."""
+    click.echo(schema_text(), nl=False)
+
+
+@cli.command()
+@click.argument("code")
+def explain(code: str) -> None:
+    """What a diagnostic code means."""
+    if code.upper() not in CODES:
+        raise click.UsageError(f"there is no code {code}; codes are {', '.join(CODES)}")
+    click.echo(f"{code.upper()}: {CODES[code.upper()]}")
+
+
+def _echo_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(line)
+
+
+def _as_json(finding: Diagnostic) -> dict[str, object]:
+    keys = ("code", "file", "line", "column", "message", "hint")
+    return {key: getattr(finding, key) for key in keys}
+
+
+def _as_github(finding: Diagnostic) -> str:
+    text = f"{finding.message} ({finding.hint})" if finding.hint else finding.message
+    place = f"file={finding.file},line={finding.line},col={finding.column}" if finding.line else f"file={finding.file}"
+    return f"::error {place},title={finding.code}::{text}"
+
+
+def main() -> None:
+    """Entry point: errors of dtplan are told on standard error, without a traceback."""
+    try:
+        cli()
+    except DtplanError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except Exception:  # noqa: BLE001 - a bug of ours: told as one, with exit code 2
+        traceback.print_exc()
+        click.echo("this is a bug in dtplan: please report it with the lines above", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Views of a bound plan for the terminal and for machines."""
