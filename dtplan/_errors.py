@@ -36,8 +36,9 @@ class Diagnostic:
         lines = [f"{self.where}: {self.code} {self.message}"]
         if self.source.strip() and self.line:
             gutter = f"{self.line:>5} | "
-            text = self.source.rstrip().replace("\t", " ")[:160]
-            lines += [gutter + text, " " * (len(gutter) - 2) + "| " + " " * (self.column - 1) + "^"]
+            first = max(0, self.column - 120)  # of a long line, the part around the column
+            text = self.source.rstrip().replace("\t", " ")[first : first + 160]
+            lines += [gutter + text, " " * (len(gutter) - 2) + "| " + " " * (self.column - 1 - first) + "^"]
         if self.hint:
             lines.append(f"      = {self.hint}")
         return "\n".join(lines)

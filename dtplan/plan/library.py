@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -33,9 +34,10 @@ def locate(plan: str | Path, beside: Path | None = None) -> tuple[Path, str]:
     if isinstance(plan, str) and text in builtin:
         return builtin[text], f"{text}.yaml"
     path = (beside.parent if beside else Path()) / text
-    if path.exists():
+    if os.path.exists(path):  # noqa: PTH110 - Path.exists raises for names that are too long
         return path, str(path)
-    looks_like_file = text.endswith((".yaml", ".yml")) or "/" in text
-    message = f"there is no file `{text}`" if looks_like_file else f"there is no built-in plan `{text}`"
-    hint = did_you_mean(text, builtin) or f"built-in plans: {', '.join(builtin)}; or give the path of a plan file"
+    what = "file" if text.endswith((".yaml", ".yml")) or "/" in text else "built-in plan"
+    message = f"there is no {what} `{text[:100]}`"
+    others = f"built-in plans: {', '.join(builtin)}; or give the path of a plan file"
+    hint = did_you_mean(text.removesuffix(".yaml"), builtin) or others
     raise PlanError([Diagnostic(code="DTP101", file=text, message=message, hint=hint)])

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from dtplan._errors import Diagnostic, did_you_mean
-from dtplan.plan import paths
+from dtplan.plan.paths import PatternMap
 from dtplan.plan.source import finding_at
 from dtplan.plan.spec import Plan, Rule, TeLayer, Tie, Unit
+
+Rules = PatternMap[Rule]
 
 
 def findings_of(plan: Plan) -> tuple[Diagnostic, ...]:
     """Every finding, in the order of the file."""
-    checks = (_overlaps, _units, _contradictions, _todos, _te, _ties)
-    found = [finding for check in checks for finding in check(plan)]
+    covered = Rules()
+    for rule in all_rules(plan):
+        covered.add(rule.path, rule)
+    found = [
+        *findings_of_what_was_read(plan),
+        *_unused_units(plan),
+        *_te(plan, covered),
+        *_ties(plan, covered),
+    ]
     return tuple(sorted(found, key=lambda f: (f.file, f.line, f.column, f.code)))
+
+
+def findings_of_what_was_read(plan: Plan) -> list[Diagnostic]:
+    """The findings that hold even where other rules of the file could not be read."""
+    checks = (_overlaps, _undeclared_units, _contradictions, _todos)
+    return [finding for check in checks for finding in check(plan)]
 
 
 def all_rules(plan: Plan) -> tuple[Rule, ...]:
@@ -23,65 +37,99 @@ def all_rules(plan: Plan) -> tuple[Rule, ...]:
     return plan.rules + tuple(rule for variant in plan.variants for rule in variant.rules)
 
 
+def _as_written(plan: Plan) -> list[Rule]:
+    """One rule for each place in the file, where braces make several of it."""
+    return list({rule.at: rule for rule in reversed(all_rules(plan))}.values())[::-1]
+
+
 def _overlaps(plan: Plan) -> Iterator[Diagnostic]:
-    groups = [plan.rules] + [plan.rules + variant.rules for variant in plan.variants]
-    seen: set[tuple[object, object]] = set()
-    for rules in groups:
-        for first, second in itertools.combinations(rules, 2):
-            key = (first.at, second.at)
-            clash = paths.overlap(first.path, second.path) and first.override == second.override
-            if clash and key not in seen:
-                seen.add(key)
-                message = f"`{second.pattern}` names what `{first.pattern}` names on {first.at.file}:{first.at.line}"
-                yield finding_at("DTP301", second.at, message, "keep one, or mark the one that wins with `override: true`")
+    always = Rules()
+    yield from _clashes(plan.rules, always)
+    for variant in plan.variants:
+        yield from _clashes(variant.rules, Rules(), always)
 
 
-def _units(plan: Plan) -> Iterator[Diagnostic]:
-    used = set()
-    for rule in all_rules(plan):
-        for unit in [rule.unit, *(section.unit for section in rule.sections)]:
-            if unit is None:
-                continue
-            used.add(unit)
+def _clashes(rules: tuple[Rule, ...], own: Rules, always: Rules | None = None) -> Iterator[Diagnostic]:
+    """The first clash of each rule with one of ``always`` or an earlier one; fills ``own`` with the rules."""
+    told = set()
+    for rule in rules:
+        others = [*(always.overlapping(rule.path) if always else ()), *own.overlapping(rule.path)]
+        first = next((other for other in others if other.override == rule.override), None)
+        if first is not None and (first.at, rule.at) not in told:
+            told.add((first.at, rule.at))
+            message = (
+                f"`{rule.pattern}` names what `{first.pattern}` names on {first.at.file}:{first.at.line}"
+            )
+            yield finding_at("DTP301", rule.at, message, "keep one, or mark the winner with `override: true`")
+        own.add(rule.path, rule)
+
+
+def _units_of(rule: Rule) -> list[str]:
+    units = [rule.unit, *(section.unit for section in rule.sections)]
+    return [unit for unit in units if unit is not None]
+
+
+def _undeclared_units(plan: Plan) -> Iterator[Diagnostic]:
+    for rule in _as_written(plan):
+        for unit in dict.fromkeys(_units_of(rule)):
             if unit not in plan.units:
-                hint = did_you_mean(unit, plan.units) or f"declared: {', '.join(plan.units) or 'none'}"
-                yield finding_at("DTP302", rule.at, f"`{rule.pattern}` uses the unit `{unit}`, which is not declared", hint)
-    for unit_ in plan.units.values():
-        if unit_.name not in used and unit_.at.file == plan.files[0]:
-            yield _unused(unit_)
+                hint = did_you_mean(unit, plan.units) or f"declare it under `units`: {unit}: CONFIG_FIELD"
+                message = f"`{rule.pattern}` uses the unit `{unit}`, which is not declared"
+                yield finding_at("DTP302", rule.at, message, hint)
+
+
+def _unused_units(plan: Plan) -> Iterator[Diagnostic]:
+    used = {unit for rule in all_rules(plan) for unit in _units_of(rule)}
+    misspelt = {
+        name for unit in used - plan.units.keys() for name in plan.units if did_you_mean(unit, [name])
+    }
+    for unit in plan.units.values():
+        if unit.name not in used | misspelt and unit.at.file == plan.files[0]:
+            yield _unused(unit)
 
 
 def _unused(unit: Unit) -> Diagnostic:
     message = f"no rule uses the unit `{unit.name}`"
-    return finding_at("DTP308", unit.at, message, "remove it, or give it to the rules that it limits: else it limits nothing")
+    hint = "remove it, or give it to the rules that it limits: else it limits nothing"
+    return finding_at("DTP308", unit.at, message, hint)
 
 
 def _contradictions(plan: Plan) -> Iterator[Diagnostic]:
-    for rule in all_rules(plan):
+    for rule in _as_written(plan):
         for message, hint in _rule_contradictions(rule):
             yield finding_at("DTP304", rule.at, f"`{rule.pattern}`: {message}", hint)
 
 
+_CUTTING = ("colwise", "rowwise", "vocab", "sharded_norm")
+
+
 def _rule_contradictions(rule: Rule) -> Iterator[tuple[str, str]]:
-    cuts = rule.style in ("colwise", "rowwise", "vocab", "sharded_norm") or rule.shard is not None
-    if rule.style is not None and rule.shard is not None:
-        yield "`style` and `shard` both say how it is cut", "a style is for a module, `shard` for a parameter or buffer"
-    if rule.shard is not None and rule.grad == "sum":
-        yield "`shard` and `grad: sum`", "a parameter that is cut has no partial gradient to sum"
-    if rule.style in ("colwise", "rowwise", "vocab") and rule.grad == "sum":
-        yield f"`style: {rule.style}` and `grad: sum`", "its parameters are cut; `grad: sum` is for whole ones"
-    if (rule.sections or rule.unit) and not cuts:
-        yield "a unit or sections without a style or `shard` that cuts", "add `style: colwise` or `shard: DIM`"
+    cut_style, shard = rule.style in _CUTTING, rule.shard is not None
+    edges = rule.inputs or rule.outputs
+    if rule.style is not None and shard:
+        yield "`style` and `shard` both say how it is cut", "a style is for a module, `shard` for a parameter"
+    if rule.grad == "sum" and (cut_style or shard):
+        how = f"style: {rule.style}" if cut_style else "shard"
+        yield f"`{how}` and `grad: sum`", "what is cut has no partial gradient; `grad: sum` is for whole ones"
+    if (rule.sections or rule.unit) and not (cut_style or shard):
+        yield "a unit or sections, and nothing that cuts", "add `style: colwise` or `shard: DIM`"
     if rule.sections and rule.unit:
         yield "`sections` and `unit`", "give the unit of each section: sections: [head, kv_head, kv_head]"
-    if rule.parallel_residual and (rule.inputs or rule.outputs):
+    if shard and (edges or rule.localize or rule.parallel_residual):
+        yield (
+            "`shard` beside what only a module has",
+            "give inputs, outputs and attributes to the module's rule",
+        )
+    if rule.parallel_residual and edges:
         yield "`parallel_residual` and `input` or `output`", "it prepares the input and the output by itself"
 
 
 def _todos(plan: Plan) -> Iterator[Diagnostic]:
-    for rule in all_rules(plan):
+    for rule in _as_written(plan):
         if rule.style == "todo":
-            yield finding_at("DTP307", rule.at, f"`{rule.pattern}` is not decided", "replace `todo` by a style")
+            yield finding_at(
+                "DTP307", rule.at, f"`{rule.pattern}` is not decided", "replace `todo` by a style"
+            )
 
 
 _TE_PARTS = {
@@ -94,34 +142,36 @@ _TE_PARTS = {
 }
 
 
-def _te(plan: Plan) -> Iterator[Diagnostic]:
-    rules = all_rules(plan)
-    for layer in plan.te + tuple(layer for variant in plan.variants for layer in variant.te):
-        yield from _te_layer(layer, rules)
+def _te(plan: Plan, covered: Rules) -> Iterator[Diagnostic]:
+    layers = plan.te + tuple(layer for variant in plan.variants for layer in variant.te)
+    for layer in {layer.at: layer for layer in layers}.values():
+        yield from _te_layer(layer, covered)
 
 
-def _te_layer(layer: TeLayer, rules: Iterable[Rule]) -> Iterator[Diagnostic]:
+def _te_layer(layer: TeLayer, covered: Rules) -> Iterator[Diagnostic]:
     missing = [part for part in _TE_PARTS[layer.layer] if not getattr(layer, part)]
     if missing:
-        yield finding_at("DTP305", layer.at, f"{layer.layer} lacks {', '.join(missing)}", "name the modules that it replaces")
-    patterns = [rule.path for rule in rules]
+        hint = "name the modules that it replaces"
+        yield finding_at("DTP305", layer.at, f"{layer.layer} lacks {', '.join(missing)}", hint)
     for role, part in layer.parts.items():
         path = (*layer.under, *part.split("."))
-        if not any(paths.overlap(path, pattern) for pattern in patterns):
+        if not any(covered.overlapping(path)):
             message = f"{layer.layer}: {role} `{'.'.join(path)}` has no rule"
-            yield finding_at("DTP305", layer.at, message, "a fused layer replaces modules that the rules shard")
+            hint = "a fused layer replaces modules that the rules shard: correct the name, or add a rule"
+            yield finding_at("DTP305", layer.at, message, hint)
 
 
-def _ties(plan: Plan) -> Iterator[Diagnostic]:
-    rules = all_rules(plan)
+def _ties(plan: Plan, covered: Rules) -> Iterator[Diagnostic]:
     for tie in plan.ties + tuple(tie for variant in plan.variants for tie in variant.ties):
-        yield from _tie(tie, rules)
+        yield from _tie(tie, covered)
 
 
-def _tie(tie: Tie, rules: Iterable[Rule]) -> Iterator[Diagnostic]:
-    if len(tie.names) < 2:  # noqa: PLR2004 - a pair at least
-        yield finding_at("DTP306", tie.at, "a tie of fewer than two parameters", "name both ends")
+def _tie(tie: Tie, covered: Rules) -> Iterator[Diagnostic]:
+    if len(tie.names) < 2:
+        hint = "name both ends: [model.embed_tokens.weight, lm_head.weight]"
+        yield finding_at("DTP306", tie.at, "a tie of fewer than two parameters", hint)
     for name in tie.names:
         path = tuple(name.split("."))
-        if not any(paths.overlap(path[:-1], rule.path) or paths.overlap(path, rule.path) for rule in rules):
-            yield finding_at("DTP306", tie.at, f"no rule covers `{name}`", "a tie names parameters, as model.embed_tokens.weight")
+        if not any(covered.overlapping(path[:-1])) and not any(covered.overlapping(path)):
+            hint = "a tie names parameters: model.embed_tokens.weight"
+            yield finding_at("DTP306", tie.at, f"no rule covers `{name}`", hint)

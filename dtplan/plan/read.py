@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dtplan._errors import Diagnostic, PlanError
-from dtplan.plan import grammar, library
-from dtplan.plan.lint import findings_of
-from dtplan.plan.source import Source, compose, compose_text
-from dtplan.plan.spec import VERSION, Fsdp, Plan, Rule, S
-from dtplan.plan.syntax import Reading, entries, record, shown
+from dtplan._errors import Diagnostic, PlanError, did_you_mean
+from dtplan.plan import library
+from dtplan.plan.grammar import PLAN
+from dtplan.plan.lint import findings_of, findings_of_what_was_read
+from dtplan.plan.paths import Segments
+from dtplan.plan.source import Source, compose, compose_text, duplicate_keys
+from dtplan.plan.spec import SEQUENCE, Plan, Rule, Variant
+from dtplan.plan.syntax import Reading, shown
 
-_MAX_EXTENDS = 8
+MAX_EXTENDS = 8
 
 
 def load_plan(plan: str | Path | Plan) -> Plan:
@@ -44,93 +47,121 @@ def _finish(source: Source, node: yaml.MappingNode, path: Path | None) -> Plan:
     return plan
 
 
-def _read(source: Source, node: yaml.MappingNode, path: Path | None, seen: tuple[str, ...]) -> Plan:
+def _read(source: Source, node: yaml.MappingNode, path: Path | None, seen: tuple[Path, ...]) -> Plan:
     reading = Reading(source)
-    _check_version(reading, node)
-    values = record(grammar.PLAN_KEYS, lambda _reading, _node, **given: given, "").read(reading, node)
-    if reading.findings or values is None:
-        raise PlanError(reading.findings)
-    default_name = Path(source.file).stem if path else "plan"
-    own = _plan(values, values.pop("name", default_name), source.file)
-    base_name = values.get("extends")
-    if base_name is None:
-        return own
-    at = next(value for key, value in node.value if key.value == "extends")
-    return _extend(own, _base(reading, at, base_name, path, (*seen, source.file)))
+    for finding in duplicate_keys(source, node):
+        reading.note(finding)
+    values = PLAN.read(reading, node) or {}
+    if other_version := [finding for finding in reading.findings if finding.code == "DTP204"]:
+        raise PlanError(other_version)  # the rest would be judged by the wrong grammar
+    base = _base(reading, values["extends"], path, seen) if "extends" in values else None
+    own = _plan(values, source.file, "plan" if path is None else path.stem)
+    if reading.findings:
+        raise PlanError(_with_lint(reading.findings, own))
+    return own if base is None else _extend(own, base, said=values.keys())
 
 
-def _check_version(reading: Reading, node: yaml.MappingNode) -> None:
-    """A wrong version is the only finding worth giving: the rest would be judged by the wrong grammar."""
-    for key, value in entries(reading, node, "a mapping"):
-        if key.value == "dtplan" and value.tag.endswith(":int") and value.value != str(VERSION):
-            hint = f"this dtplan reads version {VERSION}; see CHANGELOG.md for how to bring a plan over"
-            reading.add("DTP204", value, f"the plan is written for version {value.value}", hint)
-            raise PlanError(reading.findings)
+def _with_lint(findings: list[Diagnostic], own: Plan) -> list[Diagnostic]:
+    """The findings of reading, and those of lint that do not follow from them."""
+    taken = {(f.file, f.line, f.column) for f in findings}
+    more = [f for f in findings_of_what_was_read(own) if (f.file, f.line, f.column) not in taken]
+    return sorted([*findings, *more], key=lambda f: (f.file, f.line, f.column, f.code))
 
 
-def _plan(values: dict[str, Any], name: str, file: str) -> Plan:
-    units = {key: dataclasses.replace(unit, name=key) for key, unit in values.get("units", {}).items()}
-    given = {key: values[key] for key in ("serves", "rules", "variants", "ties", "names", "te", "fsdp") if key in values}
+def _plan(values: Mapping[str, Any], file: str, default_name: str) -> Plan:
+    given = {
+        key: values[key] for key in ("serves", "variants", "ties", "names", "te", "fsdp") if key in values
+    }
     return Plan(
-        name=name,
-        units=units,
-        rules=given.pop("rules", ()),
-        sequence_parallel=values.get("residual", S(1)),
+        name=values.get("name", default_name),
+        units=values.get("units", {}),
+        rules=values.get("rules", ()),
+        sequence_parallel=values.get("residual", SEQUENCE),
         files=(file,),
         **given,
     )
 
 
-def _base(reading: Reading, node: yaml.Node, name: str, path: Path | None, seen: tuple[str, ...]) -> Plan:
-    def refuse(message: str, hint: str = "") -> PlanError:
-        reading.add("DTP303", node, message, hint)
-        return PlanError(reading.findings)
-
+def _base(
+    reading: Reading, extends: tuple[str, yaml.Node], path: Path | None, seen: tuple[Path, ...]
+) -> Plan | None:
+    """The plan that `extends` names; None after noting what is wrong with it."""
+    name, node = extends
+    seen = seen if path is None else (*seen, path.resolve())
     try:
+        if path is None and name not in library.builtin_plans():
+            builtin = library.builtin_plans()
+            hint = did_you_mean(name, builtin) or f"text in memory extends {' or '.join(builtin)} only"
+            reading.add("DTP303", node, f"`extends` names {shown(node)}, which is no built-in plan", hint)
+            return None
         base_path, base_shown = library.locate(name, beside=path)
     except PlanError as error:
-        raise refuse(f"`extends` names {shown(node)}: {error.diagnostics[0].message}", error.diagnostics[0].hint) from None
-    if base_shown in seen or len(seen) > _MAX_EXTENDS:
-        raise refuse(f"`extends` leads back to {base_shown}", " -> ".join((*seen, base_shown)))
-    source, base_node = compose(base_path, base_shown)
-    return _read(source, base_node, base_path, seen)
+        (found,) = error.diagnostics
+        reading.add("DTP303", node, f"`extends` names {shown(node)}: {found.message}", found.hint)
+        return None
+    if base_path.resolve() in seen or len(seen) > MAX_EXTENDS:
+        chain = " -> ".join(step.name for step in (*seen, base_path))
+        what = (
+            f"leads back to {base_shown}" if base_path.resolve() in seen else f"goes over {MAX_EXTENDS} plans"
+        )
+        reading.add("DTP303", node, f"`extends` {what}", f"break the chain: {chain}")
+        return None
+    try:
+        return _read(*compose(base_path, base_shown), base_path, seen)
+    except PlanError as error:
+        for finding in error.diagnostics:
+            reading.note(finding)
+        return None
 
 
-def _extend(own: Plan, base: Plan) -> Plan:
-    """``base`` with what ``own`` says on top: rules replace those of the same path, mappings are joined."""
+def _extend(own: Plan, base: Plan, said: Collection[str]) -> Plan:
+    """``base`` with what ``own`` says on top.
+
+    Rules replace those of the same path, mappings are joined, and each other key that is ``said`` replaces
+    the base's.
+    """
     replaced = {rule.path for rule in own.rules}
-    rules = tuple(rule for rule in base.rules if rule.path not in replaced) + own.rules
-    variants = tuple(
-        dataclasses.replace(variant, rules=tuple(r for r in variant.rules if r.path not in replaced))
-        for variant in base.variants
-    )
     return Plan(
         name=own.name,
-        serves=own.serves or base.serves,
+        serves=own.serves if "serves" in said else base.serves,
         units={**base.units, **own.units},
-        sequence_parallel=own.sequence_parallel if own.sequence_parallel != S(1) else base.sequence_parallel,
-        rules=rules,
-        variants=variants + own.variants,
+        sequence_parallel=own.sequence_parallel if "residual" in said else base.sequence_parallel,
+        rules=_without(base.rules, replaced) + own.rules,
+        variants=tuple(_variant_without(v, replaced, own.variants) for v in base.variants) + own.variants,
         ties=base.ties + own.ties,
         names={**base.names, **own.names},
-        te=own.te or base.te,
-        fsdp=own.fsdp if own.fsdp != Fsdp() else base.fsdp,
+        te=own.te if "te" in said else base.te,
+        fsdp=own.fsdp if "fsdp" in said else base.fsdp,
         files=own.files + base.files,
     )
 
 
-def rules_for(plan: Plan, config: Any) -> tuple[Rule, ...]:  # noqa: ANN401 - a config of any library
+def _without(rules: tuple[Rule, ...], paths: Collection[Segments]) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules if rule.path not in paths)
+
+
+def _variant_without(variant: Variant, paths: set[Segments], own: tuple[Variant, ...]) -> Variant:
+    """A base's variant without what the extending plan says itself, always or under the same `when`."""
+    same = {rule.path for other in own if other.when == variant.when for rule in other.rules}
+    return dataclasses.replace(variant, rules=_without(variant.rules, paths | same))
+
+
+def rules_for(plan: Plan, config: Any) -> tuple[Rule, ...]:
     """The rules that hold for ``config``: the plan's own and those of the variants whose ``when`` is met."""
     active = [variant for variant in plan.variants if holds(variant.when, config)]
     return plan.rules + tuple(rule for variant in active for rule in variant.rules)
 
 
-def holds(when: Any, config: Any) -> bool:  # noqa: ANN401
+def holds(when: Any, config: Any) -> bool:
     """Whether every field has its value in ``config``; a field that is missing counts as None."""
-    return all(config_field(config, name) == value for name, value in when.items())
+    return all(_same(config_field(config, name), value) for name, value in when.items())
 
 
-def config_field(config: Any, name: str) -> Any:  # noqa: ANN401
+def _same(have: Any, want: Any) -> bool:
+    return bool(have == want) and isinstance(have, bool) == isinstance(want, bool)  # to Python, 1 == True
+
+
+def config_field(config: Any, name: str) -> Any:
     """The value at the dotted ``name``, or None where a step is missing."""
     for step in name.split("."):
         config = config.get(step) if isinstance(config, dict) else getattr(config, step, None)

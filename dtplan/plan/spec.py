@@ -7,11 +7,10 @@ switches ``sequence_parallel`` and ``loss_parallel`` choose.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 VERSION = 1
@@ -50,6 +49,10 @@ LOGITS = Layout("logits")
 def S(dim: int) -> Layout:  # noqa: N802 - spelled as in the plan language and in torch's own repr
     """The layout that is cut along ``dim``; -1 is the last dim."""
     return Layout("S", dim)
+
+
+SEQUENCE = S(1)
+"""The sequence dim of [batch, sequence, hidden], cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +182,7 @@ class Plan:
     name: str
     serves: tuple[str, ...] = ()
     units: Mapping[str, Unit]
-    sequence_parallel: Layout = S(1)
+    sequence_parallel: Layout = SEQUENCE
     """The residual stream's layout under sequence parallelism; otherwise it is ``R``."""
     rules: tuple[Rule, ...]
     variants: tuple[Variant, ...] = ()
@@ -193,19 +196,27 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal sha256 of what the plan says; names of files, places and the order of rules do not count."""
-        said = _said({f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "files"})
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        """Hexadecimal sha256 of what the plan says: not its name, its files, or an order without meaning."""
+        told = [f.name for f in fields(self) if f.name not in ("name", "files")]
+        said = {name: _said(getattr(self, name), name) for name in told}
+        return hashlib.sha256(_text(said).encode()).hexdigest()
 
 
-def _said(value: Any) -> Any:
-    """``value`` as JSON without places, with rules in a canonical order."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _said(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "at"}
+_ORDERED = {"path", "under", "sections", "fields", "linears", "names"}
+"""Fields whose order says something; every other list is read as a set."""
+
+
+def _said(value: Any, name: str) -> Any:
+    """The value of the field ``name`` as JSON without places, in a canonical order."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _said(getattr(value, f.name), f.name) for f in fields(value) if f.name != "at"}
     if isinstance(value, Mapping):
-        return {str(key): _said(item) for key, item in value.items()}
+        return {key: _said(item, name) for key, item in value.items()}
     if isinstance(value, tuple):
-        items = [_said(item) for item in value]
-        ordered = all(isinstance(item, Rule) for item in value)
-        return sorted(items, key=lambda item: json.dumps(item, sort_keys=True)) if ordered else items
+        items = [_said(item, "path") for item in value]
+        return items if name in _ORDERED else sorted(items, key=_text)
     return value
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, sort_keys=True)
