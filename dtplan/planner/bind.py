@@ -26,6 +26,7 @@ from dtplan.planner.placing import (
     chosen,
     cuts_of,
     default_output,
+    kind_for,
     module_kind,
     named_tensors,
     place,
@@ -174,12 +175,14 @@ class _Binder:
         tensors = named_tensors(group.module)
         if rule is None and not tensor_rules:
             return None
+        if rule is not None and rule.below and not tensors:
+            return None  # one of many modules below, with nothing to keep whole
         at = rule or tensor_rules[0]
         try:
             return BoundModule(
                 pattern=group.pattern,
                 names=group.names,
-                kind=module_kind(group.module),
+                kind=kind_for(group.module, rule),
                 style=None if rule is None else rule.style,
                 rule=str(at.at),
                 tensors=self._tensors(group, rule, tensors),
@@ -251,12 +254,16 @@ class _Binder:
             moves = [(0, Move(dst=R))]
         if not moves and rule.style == "norm" and self._block_of(group, rule) is None:
             moves = [(0, Move(dst=RESIDUAL))]
-        whole = self._is_whole(rule) or self._region_is_whole(group.pattern)
+        whole = rule.style == "replicate" or self._is_whole(rule) or self._region_is_whole(group.pattern)
         bound = []
         for value, move in moves:
             position, name = self._argument(group, rule, value)
-            bound.append(input_move(move, self.layouts, value=position, name=name, whole=whole))
+            entry = input_move(move, self.layouts, value=position, name=name, whole=whole)
+            bound.append(dataclasses.replace(entry, units=self._count_of(move.unit)))
         return tuple(bound)
+
+    def _count_of(self, unit: str | None) -> int | None:
+        return self.units[unit].count if unit in self.units else None
 
     def _outputs(self, group: Alike, rule: Rule | None) -> tuple[BoundMove, ...]:
         if rule is None:
@@ -304,6 +311,7 @@ class _Binder:
             wants += ["style sharded_norm"] * (r.style == "sharded_norm")
             wants += [f"unit {r.unit} on several ranks at once (replicate_kv)"] * goes_on_later(self._unit(r), self.tp)
             wants += ["sum_grad_of_last"] * any(move.sum_grad_of_last for _, move in r.outputs)
+            wants += ["reads"] * bool(r.reads)
         return tuple(wants)
 
     # --- where a module lies ---
@@ -313,7 +321,9 @@ class _Binder:
         while pattern:
             pattern = pattern.rpartition(".")[0]
             rule = self._rule_of.get(pattern)
-            if rule is not None and (rule.parallel_residual or any(move.dst == R for _, move in rule.inputs)):
+            if rule is None or rule.style == "replicate":
+                continue
+            if rule.parallel_residual or any(move.dst == R for _, move in rule.inputs):
                 return pattern
         return None
 

@@ -30,6 +30,8 @@ class BoundMove:
     global_shape: bool = False
     length: int | None = None
     """The global size of the dim that is cut, where it is known and parts may differ in size."""
+    units: int | None = None
+    """Of a slice: the units of a group, where the dim holds groups of them and each group is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ def all_gather(x: Tensor, dim: int, group: Group, length: int | None = None) -> 
     if sizes is not None:
         parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
     leading = x.shape[:dim].numel() == 1 and sizes is None  # the parts already lie in order
-    return flat.view(*x.shape[:dim], -1, *x.shape[dim + 1 :]) if leading else torch.cat(list(parts), dim)
+    return _shaped(flat, (*x.shape[:dim], -1, *x.shape[dim + 1 :])) if leading else torch.cat(list(parts), dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -75,7 +75,13 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     flat: Tensor = _ops.wait_tensor(
         _ops.reduce_scatter_tensor(stacked.contiguous().view(group.size * shape.numel()), "sum", group.size, group.name)
     )
-    return flat.view(shape).narrow(dim, 0, sizes[group.rank])
+    whole = _shaped(flat, shape)
+    return whole if sizes[group.rank] == sizes[0] else whole.narrow(dim, 0, sizes[group.rank])
+
+
+def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``x`` in another shape, not marked as a view: FSDP2 warns of units that hand out views."""
+    return torch.ops.aten._unsafe_view(x, list(shape))  # type: ignore[no-any-return]
 
 
 def own_part(x: Tensor, dim: int, group: Group) -> Tensor:

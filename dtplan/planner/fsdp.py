@@ -64,7 +64,8 @@ def _recomputed(forward: Any) -> Any:  # noqa: ANN401 - a forward of any signatu
 def shard_with_fsdp(model: nn.Module, bound: BoundPlan, mesh: DeviceMesh, options: FsdpOptions) -> None:
     """Wrap every unit and the root; parameters become DTensors on the axes of ``mesh`` and tp."""
     policy = options.mixed_precision or _policy_of(bound)
-    offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
+    pinned = mesh.device_type != "cpu"  # pinned memory is an accelerator's
+    offload = CPUOffloadPolicy(pin_memory=pinned) if options.cpu_offload else OffloadPolicy()
     reshard = bound.fsdp["reshard_after_forward"] if options.reshard_after_forward is None else options.reshard_after_forward
     for name in bound.fsdp_units:
         unit = model.get_submodule(name)

@@ -115,7 +115,8 @@ def _walk(instances: list[tuple[str, nn.Module]], pattern: str, live: Live, sign
 
 
 def _advance(live: Live, name: str) -> Live:
-    return tuple((rule, used + 1) for rule, used in live if used < len(rule.path) and rule.path[used] in ("*", name))
+    ahead = [(rule, used + 1) for rule, used in live if used < len(rule.path) and rule.path[used] in ("*", name)]
+    return (*ahead, *((rule, used) for rule, used in live if rule.below and used == len(rule.path)))
 
 
 def _spell(names: list[str], all_names: list[str]) -> str:

@@ -55,19 +55,40 @@ def cuts_of(alike: Alike, rule: Rule | None, whole: bool) -> dict[str, Cut]:
     module = alike.module
     cuts = {name: Cut() for name, _ in named_tensors(module)}
     if rule is not None and rule.style in CUTS and not whole:
-        table = CUTS[rule.style].get(module_kind(module))
+        table = CUTS[rule.style].get(kind_for(module, rule))
         if table is None:
             kinds = ", ".join(CUTS[rule.style])
             message = f"`{rule.style}` is for {kinds} exactly; {alike.pattern} is a {module_kind(module)}"
-            raise PlacingError("DTP404", message, "a subclass may compute something else: name its parameters with `shard: DIM`")
+            raise PlacingError("DTP404", message, _way_out(module, rule.style))
         for name in cuts:
             if name in table:
                 cuts[name] = Cut(dim=table[name], once=table[name] is None, rule=rule)
+    if rule is not None and rule.style == "sharded_norm" and not whole:
+        cuts = {name: Cut(dim=0, rule=rule) for name in cuts}
     for name, rules in alike.tensor_rules.items():
         own = chosen(rules)
+        if own is not None and own.style not in (None, "replicate"):
+            message = f"`{own.style}` is for modules; {alike.pattern}.{name} is a parameter or buffer"
+            raise PlacingError("DTP404", message, "write `shard: DIM` to cut it, `replicate` to keep it whole")
         if own is not None:
-            cuts[name] = Cut(dim=own.shard, rule=own)
+            cuts[name] = Cut(dim=own.shard, once=own.once, rule=own)
     return cuts
+
+
+def kind_for(module: nn.Module, rule: Rule | None) -> str:
+    """The module's kind, or the one that the rule says it is like."""
+    like = rule.like if rule is not None else None
+    return like if like is not None and _is_like(module, like) else module_kind(module)
+
+
+def _is_like(module: nn.Module, kind: str) -> bool:
+    return any(base.__name__ == kind and base.__module__.startswith("torch.nn.") for base in type(module).__mro__)
+
+
+def _way_out(module: nn.Module, style: str) -> str:
+    if style == "vocab" and _is_like(module, "Embedding"):
+        return "add `like: Embedding` if its forward does more row by row only, as to scale; else `replicate`"
+    return "a subclass may compute something else: name its parameters with `shard: DIM`"
 
 
 def chosen(rules: tuple[Rule, ...]) -> Rule | None:

@@ -136,7 +136,7 @@ def wrap(module: nn.Module, bound: BoundModule, name: str, tp: Tp) -> None:
     """Put the moves around the module's forward, and local parameters inside."""
     before = forward = module.forward
     if bound.kind == "Embedding" and bound.tensors and bound.tensors[0].placement.dim == 0:
-        forward = vocab_forward(module, tp.group)
+        forward = vocab_forward(module, forward, tp.group)
     if any(not tensor.buffer for tensor in bound.tensors):
         forward = with_local_parameters(module, forward, bound, tp)
     if bound.block is not None:
@@ -179,8 +179,11 @@ def with_local_parameters(module: nn.Module, inner: Forward, bound: BoundModule,
     return forward
 
 
-def vocab_forward(module: nn.Module, group: Group) -> Forward:
-    """An embedding's lookup where each rank knows only its own rows: a row of another rank gives zero."""
+def vocab_forward(module: nn.Module, inner: Forward, group: Group) -> Forward:
+    """An embedding's lookup where each rank knows only its own rows: a row of another rank gives zero.
+
+    The zeros come last, so ``inner`` may do more with each row, as a subclass that scales it.
+    """
     first = sum(coll.chunk_sizes(module.num_embeddings, group.size)[: group.rank])  # type: ignore[arg-type]
     padding = module.padding_idx
 
@@ -191,8 +194,11 @@ def vocab_forward(module: nn.Module, group: Group) -> Forward:
             return weight.new_zeros(*input.shape, weight.shape[1]) + weight.sum()
         index = input - first
         foreign = (index < 0) | (index >= rows)
-        own_padding = padding - first if isinstance(padding, int) and 0 <= padding - first < rows else None
-        found = F.embedding(index.masked_fill(foreign, 0), weight, own_padding)
+        module.padding_idx = padding - first if isinstance(padding, int) and 0 <= padding - first < rows else None
+        try:
+            found: Tensor = inner(index.masked_fill(foreign, 0))
+        finally:
+            module.padding_idx = padding
         return found.masked_fill(foreign.unsqueeze(-1), 0)
 
     return forward
@@ -254,7 +260,7 @@ def reading_block_input(inner: Forward, block: BlockInput, name: str) -> Forward
     """A norm that reads its block's input: it is given the whole copy in place of the residual's term."""
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if block.partial is None or x is not block.partial:
+        if block.partial is None or not same_tensor(x, block.partial):
             raise ApplyError(
                 f"{name} reads something else than its block's input, so the block has no parallel residual: "
                 "use `input: residual` on the block and reduce each branch"
@@ -262,6 +268,11 @@ def reading_block_input(inner: Forward, block: BlockInput, name: str) -> Forward
         return inner(block.whole, *args, **kwargs)
 
     return forward
+
+
+def same_tensor(x: Tensor, y: Tensor) -> bool:
+    """Whether both are one value; backward hooks on a module hand it another object around the same storage."""
+    return x is y or (x.shape == y.shape and x.data_ptr() == y.data_ptr())
 
 
 def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], move: BoundMove, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -299,7 +310,7 @@ def moved(x: Tensor, move: BoundMove, tp: Tp, where: str) -> Tensor:
             f"{where}: dim {dim} of length {x.shape[dim]} cannot be cut over {group.size} tp ranks; pad the sequence to a "
             f"multiple of {group.size}, or turn sequence_parallel off (for generation it must be off)"
         )
-    match move.op:
+    match move.op if group.size > 1 else "keep":
         case "copy":
             x = coll.copy(x, group)
         case "reduce":
@@ -310,6 +321,8 @@ def moved(x: Tensor, move: BoundMove, tp: Tp, where: str) -> Tensor:
             x = coll.scatter(x, dim, group)
         case "gather_whole":
             x = coll.gather_whole(x, dim, group, move.length)
+        case "slice" if move.units:
+            x = coll.slice_whole(x.unflatten(dim, (-1, move.units)), dim + 1, group).flatten(dim, dim + 1)
         case "slice":
             x = coll.slice_whole(x, dim, group)
         case "place":

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtplan._errors import Diagnostic
+from dtplan.plan.lint import units_of
 from dtplan.plan.read import config_field
 from dtplan.plan.source import finding_at
 from dtplan.plan.spec import Plan, Rule, Unit
@@ -16,7 +17,7 @@ _LARGEST_SHOWN = 64
 
 def bound_units(plan: Plan, rules: Iterable[Rule], config: Any, tp: int) -> tuple[dict[str, BoundUnit], list[Diagnostic]]:  # noqa: ANN401
     """The units that ``rules`` use with their counts in ``config``, and what is wrong with them at degree ``tp``."""
-    used = {rule.unit for rule in rules} | {section.unit for rule in rules for section in rule.sections}
+    used = {unit for rule in rules for unit in units_of(rule)}
     units: dict[str, BoundUnit] = {}
     findings: list[Diagnostic] = []
     for unit in plan.units.values():
