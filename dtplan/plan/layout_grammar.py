@@ -61,6 +61,7 @@ def _move_kind(side: str) -> Kind[Move]:
         return Move(
             src=values.get("from", move.src),
             dst=move.dst,
+            unit=values.get("unit"),
             sum_grad_of_last=values.get("sum_grad_of_last"),
             global_shape=values.get("global_shape", False),
         )
@@ -76,6 +77,9 @@ def _move_keys(side: str, to: Kind[Move], words: str) -> dict[str, Key]:
         return {
             "from": Key(LAYOUT, "the layout in which the value arrives (default: residual)"),
             "to": Key(to, f"the layout that it is given; or one of {words}"),
+            "unit": Key(
+                TEXT, "what is cut where the dim holds groups of these units, as [batch x heads, ...]"
+            ),
         }
     return {
         "from": Key(LAYOUT, "the layout in which it is computed (default: what the style gives)"),
@@ -89,7 +93,7 @@ def _move_keys(side: str, to: Kind[Move], words: str) -> dict[str, Key]:
     }
 
 
-_MOVE_KEYS = {"from", "to", "global_shape", "sum_grad_of_last"}
+_MOVE_KEYS = {"from", "to", "unit", "global_shape", "sum_grad_of_last"}
 
 
 def per_value(side: str) -> Kind[Moves]:

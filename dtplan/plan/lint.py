@@ -64,14 +64,16 @@ def _clashes(rules: tuple[Rule, ...], own: Rules, always: Rules | None = None) -
         own.add(rule.path, rule)
 
 
-def _units_of(rule: Rule) -> list[str]:
+def units_of(rule: Rule) -> list[str]:
+    """The units that a rule names, for its dim, its sections and its inputs."""
     units = [rule.unit, *(section.unit for section in rule.sections)]
+    units += [move.unit for _, move in rule.inputs]
     return [unit for unit in units if unit is not None]
 
 
 def _undeclared_units(plan: Plan) -> Iterator[Diagnostic]:
     for rule in _as_written(plan):
-        for unit in dict.fromkeys(_units_of(rule)):
+        for unit in dict.fromkeys(units_of(rule)):
             if unit not in plan.units:
                 hint = did_you_mean(unit, plan.units) or f"declare it under `units`: {unit}: CONFIG_FIELD"
                 message = f"`{rule.pattern}` uses the unit `{unit}`, which is not declared"
@@ -79,7 +81,7 @@ def _undeclared_units(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def _unused_units(plan: Plan) -> Iterator[Diagnostic]:
-    used = {unit for rule in all_rules(plan) for unit in _units_of(rule)}
+    used = {unit for rule in all_rules(plan) for unit in units_of(rule)}
     misspelt = {
         name for unit in used - plan.units.keys() for name in plan.units if did_you_mean(unit, [name])
     }

@@ -79,8 +79,20 @@ def _style(_reading: Reading, _node: yaml.Node, text: str) -> str:
 STYLE: Kind[str] = then(choice(tuple(STYLES), also=tuple(STYLE_ALIASES)), _style)
 
 
-def _section(_reading: Reading, _node: yaml.Node, **values: Any) -> Section:
-    return Section(unit=values["unit"], whole=values.get("whole", False), grad=values.get("grad"))
+def _section(reading: Reading, node: yaml.Node, **values: Any) -> Section:
+    section = Section(**values)
+    if (section.unit is None) == (section.count is None):
+        message = "a section has either a `unit` or a `count`"
+        reading.add("DTP304", node, message, "write {unit: head}, or {count: 2, whole: true}")
+    elif section.count is not None and not section.whole:
+        message = "a section with a `count` is cut by no degree"
+        reading.add("DTP304", node, message, "add `whole: true`, or name a `unit`")
+    elif section.grad is not None and not section.whole:
+        message = "`grad: sum` of a section that is cut"
+        reading.add(
+            "DTP304", node, message, "what is cut has no partial gradient: add `whole: true`, or drop it"
+        )
+    return section
 
 
 SECTION: Kind[Section] = one_of(
@@ -88,7 +100,11 @@ SECTION: Kind[Section] = one_of(
     text=then(TEXT, lambda _reading, _node, text: Section(unit=text)),
     keys=record(
         {
-            "unit": Key(TEXT, "the unit in which this section is cut", required=True),
+            "unit": Key(TEXT, "the unit in which this section is cut"),
+            "count": Key(NUMBER, "the number of its units, where no config field holds it"),
+            "width": Key(
+                TEXT, "the config field that holds a unit's width (default: alike for all sections)"
+            ),
             "whole": Key(SWITCH, "every rank keeps the whole section"),
             "grad": Key(choice(("sum",)), "the section's gradient is summed over ranks"),
         },
@@ -107,6 +123,11 @@ RULE_KEYS: dict[str, Key] = {
         "of a whole parameter among cut ones: `sum`, each rank's gradient is a partial sum, so they are "
         "summed; `complete`, every rank has all of it",
     ),
+    "once": Key(SWITCH, "a whole parameter that is added to an unreduced sum: one rank adds it"),
+    "like": Key(
+        choice(("Embedding",)),
+        "the class whose style applies to a subclass that computes more, row by row: Gemma's scaled embedding",
+    ),
     "input": Key(per_value("input"), "the layouts that the module needs its inputs in"),
     "output": Key(per_value("output"), "the layouts that the module hands its outputs out in"),
     "parallel_residual": Key(
@@ -117,6 +138,11 @@ RULE_KEYS: dict[str, Key] = {
     "localize": Key(
         list_of(TEXT, at_least=1), "whole-number attributes of the module to divide by the degree"
     ),
+    "reads": Key(
+        list_of(TEXT, at_least=1),
+        "modules below whose parameters this module's forward reads without calling them",
+    ),
+    "below": Key(SWITCH, "the rule holds for every module below, too; with `replicate` only"),
     "optional": Key(SWITCH, "the rule may name nothing"),
     "override": Key(SWITCH, "the rule wins where another one names the same path"),
 }

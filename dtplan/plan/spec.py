@@ -64,15 +64,23 @@ class Move:
     """None keeps the value as it is."""
     global_shape: bool = False
     """Hand out a DTensor, so that code outside sees the global shape of a value that is cut."""
+    unit: str | None = None
+    """What is cut where the dim holds groups of these units, one after another (BLOOM's batch x heads)."""
     sum_grad_of_last: str | None = None
     """A config field n: only the gradient of the last n features is summed over ranks (MLA's rope slice)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One part of a fused dim: cut in ``unit``s, or left whole with its gradient summed."""
+    """One part of a fused dim: cut in ``unit``s, or left whole with its gradient summed.
 
-    unit: str
+    It has ``unit``'s count, or ``count``, units; each is as wide as the config field ``width`` says. All
+    sections without a ``width`` have the same.
+    """
+
+    unit: str | None = None
+    count: int | None = None
+    width: str | None = None
     whole: bool = False
     grad: Literal["sum"] | None = None
 
@@ -105,11 +113,19 @@ class Rule:
     sections: tuple[Section, ...] = ()
     unit: str | None = None
     grad: Literal["sum", "complete"] | None = None
+    once: bool = False
+    """A whole parameter that is added to an unreduced sum: one rank adds it."""
+    like: str | None = None
+    """The class whose style applies to a subclass that computes more, row by row."""
     inputs: tuple[tuple[str | int, Move], ...] = ()
     outputs: tuple[tuple[int | None, Move], ...] = ()
     parallel_residual: str | None = None
     """The input that a block adds to the unreduced sum of its branches."""
     localize: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    """Modules below whose parameters this module's forward reads itself."""
+    below: bool = False
+    """The rule holds for every module below as well."""
     optional: bool = False
     override: bool = False
     at: Place
