@@ -126,7 +126,7 @@ RULE_KEYS: dict[str, Key] = {
     "once": Key(SWITCH, "a whole parameter that is added to an unreduced sum: one rank adds it"),
     "like": Key(
         choice(("Embedding",)),
-        "the class whose style applies to a subclass that computes more, row by row: Gemma's scaled embedding",
+        "the class whose style applies to a subclass that computes more, row by row (Gemma)",
     ),
     "input": Key(per_value("input"), "the layouts that the module needs its inputs in"),
     "output": Key(per_value("output"), "the layouts that the module hands its outputs out in"),
