@@ -1,0 +1,30 @@
+"""What every test file may use: the two worlds, and a process that is offline and takes one core."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+# Before torch and transformers read them, and for the server that the pool's ranks are forked from.
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+import pytest
+import torch
+
+from dtplan.prove.pool import GlooPool
+from dtplan.prove.simulated import simulated_ranks
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[GlooPool]:
+    """Four gloo ranks; the first call of a run waits for the server that later ones fork from."""
+    with GlooPool(4, preload=("pytest", "hypothesis")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Callable[..., list]:
+    """``simulated(n, fn, *args)``: ``fn(rank, *args)`` on n threads."""
+    return simulated_ranks
