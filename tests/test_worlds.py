@@ -201,10 +201,8 @@ def test_a_deadlock_ends_and_tells_where_each_rank_stands(world, wait):
     with pytest.raises(ApplyError) as caught:
         world(4, wait, 1, timeout_s=4)
     lines = str(caught.value).splitlines()
-    assert (
-        lines[0]
-        == f"4 {'simulated' if world is simulated_ranks else 'gloo'} ranks were not all done after 4 s:"
-    )
+    kind = "simulated" if world is simulated_ranks else "gloo"
+    assert lines[0].startswith(f"4 {kind} ranks were not all done after 4")
     assert lines[2] == "  rank 1 has ended"
     for rank in (0, 2, 3):
         assert lines[1 + rank].startswith(f"  rank {rank} is in ")
