@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PretrainedConfig
 
-_DRAWING = threading.Lock()  # simulated ranks are threads and share the random generator
+_DRAWING = threading.Lock()
 _TINY: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 32,
@@ -43,10 +45,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def build(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A live model with all parameters drawn from a normal distribution; the same on ranks that are threads."""
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Random numbers from a seed; simulated ranks are threads and share the generator, so one draws at a time."""
     with _DRAWING:
         torch.manual_seed(seed)
+        yield
+
+
+def build(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A live model with all parameters drawn from a normal distribution; the same on ranks that are threads."""
+    with drawing(seed):
         model: nn.Module = AutoModelForCausalLM.from_config(config).to(dtype)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)

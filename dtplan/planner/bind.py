@@ -34,8 +34,14 @@ from dtplan.planner.placing import (
 from dtplan.planner.units import bound_units, goes_on_later, is_whole
 
 
-def find_plan(model: nn.Module, plan: str | Path | Plan = "auto") -> Plan:
+NO_PLAN = Plan(name="none", units={}, rules=(), files=("<no plan>",))
+
+
+def find_plan(model: nn.Module, plan: str | Path | Plan = "auto", *, tp: int = 0) -> Plan:
     """The plan for ``model``: the given one, or with ``"auto"`` the built-in one that serves exactly its class.
+
+    At ``tp`` 1 a class that no plan serves needs none: nothing is cut on tp, and FSDP2's units are the classes
+    that the model itself declares as not to be split.
 
     Raises:
         BindError: no plan serves the class; the text gives the ways to supply one.
@@ -54,6 +60,8 @@ def find_plan(model: nn.Module, plan: str | Path | Plan = "auto") -> Plan:
     for candidate in plans:
         if name in candidate.serves:
             return candidate
+    if tp == 1:
+        return NO_PLAN
     served = ", ".join(sorted(cls for candidate in plans for cls in candidate.serves))
     hint = (
         "give plan=<built-in name> if the modules are the same, plan=<path of a YAML plan>, or a Plan from "
@@ -81,7 +89,7 @@ def bind(
         BindError: with every refusal; the text gives the rule's ``file:line:column`` and the next step.
         PlanError: the plan file is wrong.
     """
-    found = find_plan(model, plan)
+    found = find_plan(model, plan, tp=tp)
     layouts = layouts_for(found.sequence_parallel, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     binder = _Binder(model, found, layouts, tp)
     modules = binder.modules()
@@ -158,6 +166,9 @@ class _Binder:
         """Exact names of the modules that FSDP2 wraps one by one, in the model's order."""
         names = [name for name, _ in self.model.named_modules() if name]
         found: list[str] = []
+        if self.plan is NO_PLAN:
+            whole = getattr(self.model, "_no_split_modules", None) or ()
+            return tuple(name for name, module in self.model.named_modules() if type(module).__name__ in whole)
         for pattern in self.plan.fsdp.units:
             pattern_ = tuple(rename_text(".".join(pattern), self.renamed).split("."))
             hits = [name for name in names if paths.matches(pattern_, tuple(name.split(".")))]
@@ -368,6 +379,8 @@ class _Binder:
                 self._add("DTP401", rule, message, _nearest(rule.path, names))
 
     def _refuse_unruled(self) -> None:
+        if self.plan is NO_PLAN:
+            return
         for group in self.groups:
             if self._rule_of[group.pattern] is not None:
                 continue
