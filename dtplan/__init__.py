@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'dtplan' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

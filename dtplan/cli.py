@@ -85,10 +85,10 @@ def show(
 ) -> None:
     """What PLAN (default: the built-in one for the model's class) does to a model, without its weights."""
     load_plan(plan) if plan != "auto" else None  # a wrong plan is told before torch is imported
-    from dtplan.planner.bind import bind  # noqa: PLC0415 - imports torch
-    from dtplan.planner.ledger import ledger  # noqa: PLC0415
-    from dtplan.planner.meta import meta_model  # noqa: PLC0415
-    from dtplan.report import show as view  # noqa: PLC0415
+    from dtplan.planner.bind import bind
+    from dtplan.planner.ledger import ledger
+    from dtplan.planner.meta import meta_model
+    from dtplan.report import show as view
 
     bound = bind(
         meta_model(model),

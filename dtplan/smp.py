@@ -133,7 +133,7 @@ def init(
     return _Session.state
 
 
-def transform(model: M, **options: Any) -> M:  # noqa: ANN401 - handed to parallelize as they are
+def transform(model: M, **options: Any) -> M:
     """Shard ``model`` over the mesh that ``init`` made; ``options`` are those of ``parallelize``.
 
     Raises:
@@ -174,8 +174,8 @@ def _init_process_group() -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if len(missing) == 4:  # noqa: PLR2004 - none of them is set: not under torchrun
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if len(missing) == 4:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     elif missing:
         raise DegreesError(f"the environment lacks {', '.join(missing)}: start with torchrun, which sets all of them")
     else:

@@ -53,8 +53,8 @@ def model_of(config: Any, *, seed: int = 0, meta: bool = False) -> nn.Module:
             built: nn.Module = AutoModelForCausalLM.from_config(config)
         return built
     with drawing(seed):
-        built = AutoModelForCausalLM.from_config(config)
-    return built
+        live: nn.Module = AutoModelForCausalLM.from_config(config)
+        return live
 
 
 def ids_of(config: Any, rows: int = 2, length: int = 8, seed: int = 1) -> Tensor:

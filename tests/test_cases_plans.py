@@ -1,4 +1,4 @@
-"""Cases under *Plan keys and coverage*, *Head counts* and *Tied embeddings*: what binding refuses, and what it makes."""
+"""Cases under *Plan keys and coverage*, *Head counts* and *Tied embeddings*: what binding refuses and makes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ def test_b02_a_plan_that_shards_nothing_is_refused_at_tp_2_and_fine_at_tp_1() ->
     model = model_of(t0(), meta=True)
     text = "\n".join(
         ["dtplan: 1", "rules:"]
-        + [f"  {name}: replicate" for name, m in model.named_modules() if [*m.parameters(recurse=False), *m.buffers(recurse=False)]]
+        + [
+            f"  {name}: replicate"
+            for name, m in model.named_modules()
+            if [*m.parameters(recurse=False), *m.buffers(recurse=False)]
+        ]
     )
     plan = dtplan.parse_plan(text)
     assert [code for code, _ in refusal(model, plan)] == ["DTP410"]
@@ -128,7 +132,9 @@ class Wrapper(nn.Module):
 def test_b10_one_plan_serves_a_model_under_a_prefix() -> None:
     with torch.device("meta"):
         wrapped = Wrapper(t0())
-    plan = dtplan.parse_plan("dtplan: 1\nextends: llama\nserves: [Wrapper]\nnames: {model: [text.model], lm_head: [text.lm_head]}\n")
+    plan = dtplan.parse_plan(
+        "dtplan: 1\nextends: llama\nserves: [Wrapper]\nnames: {model: [text.model], lm_head: [text.lm_head]}\n"
+    )
     alone = dtplan.bind(model_of(t0(), meta=True), tp=2)
     under = dtplan.bind(wrapped, plan, tp=2)
     places = {name: (t.placement, t.local_shape) for _, name, t in alone.tensors()}
@@ -136,13 +142,21 @@ def test_b10_one_plan_serves_a_model_under_a_prefix() -> None:
 
 
 def test_b11_a_rule_for_a_matrix_does_not_land_on_a_norm() -> None:
-    found = refusal(model_of(t0(), meta=True), plan_with(P0, **{'"model.{norm,rotary_emb}": replicate': 'model.norm: colwise\n  model.rotary_emb: replicate'}))
+    found = refusal(
+        model_of(t0(), meta=True),
+        plan_with(
+            P0,
+            **{'"model.{norm,rotary_emb}": replicate': "model.norm: colwise\n  model.rotary_emb: replicate"},
+        ),
+    )
     assert [code for code, _ in found] == ["DTP404"]
     assert "LlamaRMSNorm" in found[0][1]
 
 
 def test_b11_a_dim_that_the_tensor_lacks_is_refused() -> None:
-    text = P0.replace('"model.{norm,rotary_emb}": replicate', "model.norm.weight: {shard: 1}\n  model.rotary_emb: replicate")
+    text = P0.replace(
+        '"model.{norm,rotary_emb}": replicate', "model.norm.weight: {shard: 1}\n  model.rotary_emb: replicate"
+    )
     ((code, message),) = refusal(model_of(t0(), meta=True), dtplan.parse_plan(text))
     assert code == "DTP408"
     assert "`weight` has 1 dims [32], there is no dim 1" in message
@@ -177,7 +191,12 @@ def test_b12_one_plan_serves_the_bare_model_too() -> None:
     ("changes", "tp", "unit", "allowed"),
     [
         ({"num_key_value_heads": 1}, 2, "kv_head = 1 (num_key_value_heads)", "1"),  # B13
-        ({"hidden_size": 64, "num_attention_heads": 8}, 4, "kv_head = 2 (num_key_value_heads)", "1, 2"),  # B14
+        (
+            {"hidden_size": 64, "num_attention_heads": 8},
+            4,
+            "kv_head = 2 (num_key_value_heads)",
+            "1, 2",
+        ),  # B14
     ],
     ids=["b13", "b14"],
 )
@@ -189,7 +208,13 @@ def test_b13_b14_kv_heads_limit_the_degree(changes: dict[str, int], tp: int, uni
 
 
 def test_llama_2_13b_allows_1_2_4_and_8() -> None:
-    config = t0(hidden_size=5120, intermediate_size=13824, num_attention_heads=40, num_key_value_heads=40, vocab_size=32000)
+    config = t0(
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_attention_heads=40,
+        num_key_value_heads=40,
+        vocab_size=32000,
+    )
     model = model_of(config, meta=True)
     for tp in (1, 2, 4, 8):
         assert dtplan.bind(model, tp=tp).tp == tp
@@ -208,7 +233,8 @@ def test_b19_kv_heads_on_several_ranks_are_shown_and_refused_by_parallelize() ->
     bound = dtplan.bind(model_of(config, meta=True), plan, tp=4)
     later = {module.pattern: module.later for module in bound.modules if module.later}
     assert later == {
-        f"model.layers.0.self_attn.{name}_proj": ("unit kv_head on several ranks at once (replicate_kv)",) for name in "kv"
+        f"model.layers.0.self_attn.{name}_proj": ("unit kv_head on several ranks at once (replicate_kv)",)
+        for name in "kv"
     }
     copies = [model_of(config) for _ in range(4)]
 
@@ -298,7 +324,9 @@ def test_b20_a_bare_parameter_is_cut_by_head() -> None:
 def test_b27_a_tied_head_needs_a_rule_for_the_embedding_too() -> None:
     model = model_of(t0(tie_word_embeddings=True), meta=True)
     vocab = P0.replace("ffn: intermediate_size", "ffn: intermediate_size, vocab: vocab_size")
-    without = vocab.replace("  model.embed_tokens: replicate\n", "").replace("lm_head: replicate", "lm_head: {style: colwise, unit: vocab}")
+    without = vocab.replace("  model.embed_tokens: replicate\n", "").replace(
+        "lm_head: replicate", "lm_head: {style: colwise, unit: vocab}"
+    )
     assert {code for code, _ in refusal(model, dtplan.parse_plan(without))} == {"DTP403"}
     whole = vocab.replace("lm_head: replicate", "lm_head: {style: colwise, unit: vocab}")
     ((code, text),) = refusal(model, dtplan.parse_plan(whole))
@@ -309,7 +337,9 @@ def test_b27_a_tied_head_needs_a_rule_for_the_embedding_too() -> None:
 
 def test_b32_two_cuts_of_one_shared_tensor_are_refused() -> None:
     model = model_of(t0(tie_word_embeddings=True), meta=True)
-    text = P0.replace("model.embed_tokens: replicate", "model.embed_tokens: colwise").replace("lm_head: replicate", "lm_head: colwise")
+    text = P0.replace("model.embed_tokens: replicate", "model.embed_tokens: colwise").replace(
+        "lm_head: replicate", "lm_head: colwise"
+    )
     ((code, message),) = refusal(model, dtplan.parse_plan(text))
     assert code == "DTP409"
     assert "S(1)" in message
@@ -378,6 +408,8 @@ def test_placements_are_torch_s() -> None:
     def on_rank(rank: int) -> tuple[object, ...]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         sharded = dtplan.parallelize(copies[rank], mesh)
-        return tuple(sharded.get_parameter(f"model.layers.0.{n}.weight").placements for n in ("mlp.up_proj", "mlp.down_proj"))
+        return tuple(
+            sharded.get_parameter(f"model.layers.0.{n}.weight").placements for n in ("mlp.up_proj", "mlp.down_proj")
+        )
 
     assert simulated_ranks(2, on_rank) == [((Shard(0),), (Shard(1),))] * 2

@@ -56,9 +56,14 @@ COLLECTIVES = {
 @pytest.mark.parametrize(("name", "sequence_parallel"), COLLECTIVES)
 def test_collectives_of_a_layer_are_the_floor(pool: GlooPool, name: str, sequence_parallel: bool) -> None:
     """Counted by torch on models of 1 and 3 layers: the difference is what two layers cost."""
-    make = {"llama": llama, "neox": neox, "neox-sequential": lambda **k: neox(use_parallel_residual=False, **k)}[name]
+    make = {
+        "llama": llama,
+        "neox": neox,
+        "neox-sequential": lambda **k: neox(use_parallel_residual=False, **k),
+    }[name]
     one, three = (
-        pool.run(_count_on_rank, make(num_hidden_layers=layers), sequence_parallel, False, ranks=2)[0] for layers in (1, 3)
+        pool.run(_count_on_rank, make(num_hidden_layers=layers), sequence_parallel, False, ranks=2)[0]
+        for layers in (1, 3)
     )
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     two_layers = {kind: three.get(kind, 0) - one.get(kind, 0) for kind in kinds}

@@ -42,7 +42,9 @@ def _halves(config: PretrainedConfig, data_ranks: int) -> list[dict[str, torch.T
     return [{key: value.chunk(data_ranks)[i] for key, value in data.items()} for i in range(data_ranks)]
 
 
-def _errors_on_rank(rank: int, config: PretrainedConfig, shape: dict[str, int], options: dict[str, Any]) -> dict[str, float]:
+def _errors_on_rank(
+    rank: int, config: PretrainedConfig, shape: dict[str, int], options: dict[str, Any]
+) -> dict[str, float]:
     data_ranks = shape.get("replicate", 1) * shape.get("shard", 1)
     parts = _halves(config, data_ranks)
     joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
@@ -131,11 +133,14 @@ def test_b103_recomputation_changes_no_gradient(name: str, every: int) -> None:
 
 def _dtypes_on_rank(rank: int) -> dict[str, set[str]]:
     sharded = dtplan.parallelize(
-        build(llama(), dtype=torch.float32), _mesh({"shard": 2, "tp": 2}), mixed_precision="bf16", loss_parallel=True
+        build(llama(), dtype=torch.float32),
+        _mesh({"shard": 2, "tp": 2}),
+        mixed_precision="bf16",
+        loss_parallel=True,
     )
     seen: set[str] = set()
     linear = sharded.get_submodule("model.layers.0.mlp.up_proj")
-    linear.register_forward_hook(lambda _module, _args, out: seen.add(str(out.dtype)))
+    linear.register_forward_hook(lambda _module, _args, out: seen.add(str(out.dtype)))  # noqa: PLW0108 - None
     sharded(**batch(llama())).loss.backward()
     return {
         "computed": seen,
@@ -170,7 +175,9 @@ def test_every_parameter_is_a_dtensor_on_one_mesh_and_every_layer_a_unit() -> No
         assert all_dtensors
 
 
-def _three_adamw_steps_on_rank(rank: int, config: PretrainedConfig, shape: dict[str, int], options: dict[str, Any]) -> float:
+def _three_adamw_steps_on_rank(
+    rank: int, config: PretrainedConfig, shape: dict[str, int], options: dict[str, Any]
+) -> float:
     """Case B56: foreach AdamW over all parameters at once, with clipping; parameters against the unsharded run."""
     model = build(config)
     reference = copy.deepcopy(model)

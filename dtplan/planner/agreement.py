@@ -16,7 +16,7 @@ _PIECE = 1 << 22
 """Elements that are read at a time by ``fingerprint``."""
 
 
-def together(step: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the step returns
+def together(step: Callable[[], Any]) -> Any:
     """Run ``step`` on every rank; if it fails on any, the first failing rank's error is raised on all.
 
     Collective over the default group where there is one. Only ``DtplanError`` is exchanged; other exceptions
@@ -68,8 +68,9 @@ def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     differing = [name for (name, _), same in zip(named, (least == most).tolist(), strict=True) if not same]
     if differing:
         raise ApplyError(
-            f"{len(differing)} of {len(named)} tensors differ between ranks, first {', '.join(differing[:3])}: seed every "
-            "rank alike before the model is built (dtplan.init's random_seed does), or build it on the meta device and load"
+            f"{len(differing)} of {len(named)} tensors differ between ranks, first {', '.join(differing[:3])}: "
+            "seed every rank alike before the model is built (dtplan.init's random_seed does), or build it on the "
+            "meta device and load"
         )
 
 

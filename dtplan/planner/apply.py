@@ -75,7 +75,9 @@ def parallelize(
         ApplyError: a second call on one model, or ranks that hold different weights; nothing was changed.
     """
     options = FsdpOptions(
-        mixed_precision=precision(mixed_precision), reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload
+        mixed_precision=precision(mixed_precision),
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
     )
 
     def prepare() -> tuple[BoundPlan, DeviceMesh | None]:
@@ -182,7 +184,7 @@ def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: 
 
 def _in_scope(forward: Callable[..., Any], scope: Scope, tp: Tp) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def scoped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def scoped(*args: Any, **kwargs: Any) -> Any:
         with scope.entered(tp):
             return forward(*args, **kwargs)
 
@@ -193,7 +195,7 @@ def _checking_first_batch(forward: Callable[..., Any], tp: Tp) -> Callable[..., 
     checked = False
 
     @functools.wraps(forward)
-    def first_checked(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def first_checked(*args: Any, **kwargs: Any) -> Any:
         nonlocal checked
         if not checked:
             checked = True
@@ -206,7 +208,7 @@ def _checking_first_batch(forward: Callable[..., Any], tp: Tp) -> Callable[..., 
 def _guard(model: nn.Module, bound: BoundPlan) -> None:
     """The model's own loss reads logits that are cut; what cannot work on a sharded model says so."""
     if bound.loss_parallel and hasattr(type(model), "loss_function"):
-        model.loss_function = causal_lm_loss
+        model.loss_function = causal_lm_loss  # type: ignore[assignment]
     instead = {
         "save_pretrained": "call dtplan.save(model, folder) on every rank",
         "resize_token_embeddings": "resize before dtplan.parallelize",

@@ -33,7 +33,6 @@ from dtplan.planner.placing import (
 )
 from dtplan.planner.units import bound_units, goes_on_later, is_whole
 
-
 NO_PLAN = Plan(name="none", units={}, rules=(), files=("<no plan>",))
 
 
@@ -147,7 +146,9 @@ class _Binder:
         self._refuse_unruled()
         self._refuse_split_ties(bound)
         if self.tp > 1 and not self.findings and not any(t.placement != R for m in bound for t in m.tensors):
-            message = f"nothing is sharded although tensor_parallel_degree is {self.tp}: every rank would hold everything"
+            message = (
+                f"nothing is sharded although tensor_parallel_degree is {self.tp}: every rank would hold everything"
+            )
             self._add("DTP410", None, message, "give the linear layers `colwise` and `rowwise` rules")
         return tuple(bound)
 
@@ -207,11 +208,16 @@ class _Binder:
         except PlacingError as error:
             self._add(error.code, at, f"{group.pattern}: {error}", error.hint)
         except NoMove as error:
-            self._add("DTP414", at, f"{group.pattern}: {error}", "say where the value comes from: {from: S(1), to: R}")
+            self._add(
+                "DTP414",
+                at,
+                f"{group.pattern}: {error}",
+                "say where the value comes from: {from: S(1), to: R}",
+            )
         return None
 
     def _tensors(self, group: Alike, rule: Rule | None, tensors: list[tuple[str, Any]]) -> tuple[BoundTensor, ...]:
-        cuts = cuts_of(group, rule, self._is_whole(rule))
+        cuts = cuts_of(group, rule, whole=self._is_whole(rule))
         bound = []
         for name, tensor in tensors:
             cut = cuts[name]
@@ -246,20 +252,31 @@ class _Binder:
         if region is not None and self._region_is_whole(region):
             return
         if region is not None or self._has_cut_sibling(group):
-            where = f"inside `{region}`, whose input's gradient is summed" if region is not None else "beside cut layers"
+            where = (
+                f"inside `{region}`, whose input's gradient is summed" if region is not None else "beside cut layers"
+            )
             message = f"{group.pattern} is whole and lies {where}: is its gradient a partial sum?"
-            self._add("DTP415", rule, message, "write `grad: sum` if it sees the rank's own heads or columns, else `grad: complete`")
+            self._add(
+                "DTP415",
+                rule,
+                message,
+                "write `grad: sum` if it sees the rank's own heads or columns, else `grad: complete`",
+            )
 
     def _has_cut_sibling(self, group: Alike) -> bool:
         parent = group.pattern.rpartition(".")[0]
         siblings = [g for g in self.groups if g.pattern.rpartition(".")[0] == parent and g.pattern != group.pattern]
-        styles = {rule.style for g in siblings if (rule := self._rule_of[g.pattern]) is not None and not self._is_whole(rule)}
+        styles = {
+            rule.style for g in siblings if (rule := self._rule_of[g.pattern]) is not None and not self._is_whole(rule)
+        }
         return bool(parent) and {"colwise", "rowwise"} <= styles
 
     def _inputs(self, group: Alike, rule: Rule | None) -> tuple[BoundMove, ...]:
         if rule is None:
             return ()
-        moves = [(rule.parallel_residual, Move(dst=P))] if rule.parallel_residual else list(rule.inputs)
+        moves: list[tuple[str | int, Move]] = list(rule.inputs)
+        if rule.parallel_residual:
+            moves = [(rule.parallel_residual, Move(dst=P))]
         region = self._region_of(group.pattern)
         if not moves and rule.style == "colwise" and region is None and module_kind(group.module) != "Embedding":
             moves = [(0, Move(dst=R))]
@@ -279,7 +296,7 @@ class _Binder:
     def _outputs(self, group: Alike, rule: Rule | None) -> tuple[BoundMove, ...]:
         if rule is None:
             return ()
-        gives = default_output(rule.style, self._is_whole(rule))
+        gives = default_output(rule.style, whole=self._is_whole(rule))
         moves = list(rule.outputs)
         if not moves and (rule.style in ("rowwise", "vocab") or rule.parallel_residual):
             moves = [(None, Move(dst=RESIDUAL))]
@@ -310,7 +327,10 @@ class _Binder:
         for name in rule.localize if rule else ():
             value = getattr(group.module, name, None)
             if isinstance(value, bool) or not isinstance(value, int) or value % self.tp:
-                raise PlacingError("DTP412", f"`localize: {name}` needs a whole number that {self.tp} divides, it is {value!r}")
+                raise PlacingError(
+                    "DTP412",
+                    f"`localize: {name}` needs a whole number that {self.tp} divides, it is {value!r}",
+                )
         return rule.localize if rule else ()
 
     def _later(self, rule: Rule | None, tensor_rules: list[Rule]) -> tuple[str, ...]:
@@ -347,11 +367,18 @@ class _Binder:
         return region
 
     def _region_is_whole(self, pattern: str) -> bool:
-        below = [r for p, r in self._rule_of.items() if p.startswith(pattern + ".") and r is not None and r.style in CUTS]
+        below = [
+            r for p, r in self._rule_of.items() if p.startswith(pattern + ".") and r is not None and r.style in CUTS
+        ]
         wholes = [self._is_whole(r) for r in below]
         if any(wholes) and not all(wholes):
             message = f"{pattern}: some of its layers stay whole at degree {self.tp} and others are cut"
-            self._add("DTP405", below[wholes.index(True)], message, "give their units the same `indivisible`, or choose another degree")
+            self._add(
+                "DTP405",
+                below[wholes.index(True)],
+                message,
+                "give their units the same `indivisible`, or choose another degree",
+            )
         return bool(wholes) and all(wholes)
 
     def _is_whole(self, rule: Rule | None) -> bool:
@@ -399,7 +426,9 @@ class _Binder:
             placed = [(name, *where[name]) for name in tie if name in where]
             layouts = {tensor.placement for _, _, tensor in placed}
             if len(layouts) > 1:
-                spelled = " and ".join(f"{name} is {tensor.placement} ({module.rule})" for name, module, tensor in placed)
+                spelled = " and ".join(
+                    f"{name} is {tensor.placement} ({module.rule})" for name, module, tensor in placed
+                )
                 message = f"{' and '.join(tie)} are one tensor, but {spelled}"
                 hint = "give both ends rules that place them alike: `vocab` for the embedding, `colwise` for the head"
                 self.findings.append(Diagnostic(code="DTP409", file=self.plan.files[0], message=message, hint=hint))

@@ -148,11 +148,21 @@ class BoundPlan:
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element of a dtype by its torch name."""
-    sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
+    sizes = {
+        "float64": 8,
+        "float32": 4,
+        "bfloat16": 2,
+        "float16": 2,
+        "int64": 8,
+        "int32": 4,
+        "int8": 1,
+        "uint8": 1,
+        "bool": 1,
+    }
     return sizes[dtype]
 
 
-def _jsonable(value: Any) -> Any:  # noqa: ANN401
+def _jsonable(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"word", "dim"}:
             return str(Layout(value["word"], value["dim"]))

@@ -56,11 +56,11 @@ def all_gather(x: Tensor, dim: int, group: Group, length: int | None = None) -> 
     if sizes is not None:
         x = _padded(x, dim, sizes[0])
     flat: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
-    parts = flat.chunk(group.size) if x.dim() else flat
+    parts = list(flat.chunk(group.size))
     if sizes is not None:
         parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
     leading = x.shape[:dim].numel() == 1 and sizes is None  # the parts already lie in order
-    return _shaped(flat, (*x.shape[:dim], -1, *x.shape[dim + 1 :])) if leading else torch.cat(list(parts), dim)
+    return _shaped(flat, (*x.shape[:dim], -1, *x.shape[dim + 1 :])) if leading else torch.cat(parts, dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -71,7 +71,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     x = _padded(x, dim, sizes[0] * group.size)
     leading = x.shape[:dim].numel() == 1
     stacked = x if leading else torch.cat(x.chunk(group.size, dim))
-    shape = x.shape[:dim] + (sizes[0],) + x.shape[dim + 1 :]
+    shape = torch.Size((*x.shape[:dim], sizes[0], *x.shape[dim + 1 :]))
     flat: Tensor = _ops.wait_tensor(
         _ops.reduce_scatter_tensor(stacked.contiguous().view(group.size * shape.numel()), "sum", group.size, group.name)
     )
@@ -96,20 +96,20 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
     missing = length - x.shape[dim]
     if missing == 0:
         return x
-    return torch.cat([x, x.new_zeros(x.shape[:dim] + (missing,) + x.shape[dim + 1 :])], dim)
+    return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
 
 
 class _Move(torch.autograd.Function):
     """One pair of functions: what happens to the value, and what happens to its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.back = back
         out = there(x)
         return x.view_as(x) if out is x else out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(grads[0]), None, None
 
 
@@ -163,7 +163,7 @@ def spread(x: Tensor, dim: int, group: Group) -> Tensor:
     """S(dim) to P: each rank holds its part in place and zero elsewhere; nothing is sent either way."""
 
     def there(v: Tensor) -> Tensor:
-        out = v.new_zeros(v.shape[:dim] + (v.shape[dim] * group.size,) + v.shape[dim + 1 :])
+        out = v.new_zeros(*v.shape[:dim], v.shape[dim] * group.size, *v.shape[dim + 1 :])
         out.narrow(dim, group.rank * v.shape[dim], v.shape[dim]).copy_(v)
         return out
 
@@ -174,13 +174,13 @@ class _SumGrads(torch.autograd.Function):
     """Many whole parameters at once: the gradients of all of them are summed over ranks in one all-reduce."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, *params: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, group: Group, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         ctx.set_materialize_grads(False)
         return tuple(param.view_as(param) for param in params)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         summed: list[Tensor | None] = [None] * len(grads)
         for dtype in sorted({grad.dtype for grad in grads if grad is not None}, key=str):
             held = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.dtype == dtype]

@@ -16,7 +16,12 @@ _LATER = {
     "context_parallel_degree": "context parallelism",
     "expert_parallel_degree": "expert parallelism",
 }
-_NO_EFFECT = {"sm_activation_offloading", "activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards"}
+_NO_EFFECT = {
+    "sm_activation_offloading",
+    "activation_loading_horizon",
+    "fsdp_cache_flush_warnings",
+    "allow_empty_shards",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,7 @@ class Degrees:
         return data // shard, shard, tp
 
 
-def read_degrees(config: Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> Degrees:  # noqa: ANN401
+def read_degrees(config: Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> Degrees:
     """Degrees from a dict or the path of a JSON file, with keywords on top.
 
     Raises:
@@ -88,7 +93,9 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, str | Path):
-        raise DegreesError(f"the configuration is a {type(config).__name__}; give a dict, the path of a JSON file, or keywords")
+        raise DegreesError(
+            f"the configuration is a {type(config).__name__}; give a dict, the path of a JSON file, or keywords"
+        )
     try:
         given = json.loads(Path(config).read_text(encoding="utf-8"))
     except OSError as error:
@@ -100,7 +107,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     return given
 
 
-def _check_int(name: str, value: Any, least: int) -> None:  # noqa: ANN401
+def _check_int(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise DegreesError(f"{name}={value!r}: a whole number of at least {least} is needed")
 

@@ -54,8 +54,8 @@ def checkpoint_units(model: nn.Module, bound: BoundPlan, every: int) -> None:
         unit.forward = _recomputed(unit.forward)
 
 
-def _recomputed(forward: Any) -> Any:  # noqa: ANN401 - a forward of any signature
-    def recomputed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def _recomputed(forward: Any) -> Any:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return recomputed
@@ -66,7 +66,9 @@ def shard_with_fsdp(model: nn.Module, bound: BoundPlan, mesh: DeviceMesh, option
     policy = options.mixed_precision or _policy_of(bound)
     pinned = mesh.device_type != "cpu"  # pinned memory is an accelerator's
     offload = CPUOffloadPolicy(pin_memory=pinned) if options.cpu_offload else OffloadPolicy()
-    reshard = bound.fsdp["reshard_after_forward"] if options.reshard_after_forward is None else options.reshard_after_forward
+    reshard = (
+        bound.fsdp["reshard_after_forward"] if options.reshard_after_forward is None else options.reshard_after_forward
+    )
     for name in bound.fsdp_units:
         unit = model.get_submodule(name)
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
@@ -86,7 +88,12 @@ def precision(name: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy |
     """
     if name is None or isinstance(name, MixedPrecisionPolicy):
         return name
-    dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+    dtypes = {
+        "bf16": torch.bfloat16,
+        "bfloat16": torch.bfloat16,
+        "fp16": torch.float16,
+        "float16": torch.float16,
+    }
     if name not in dtypes:
         raise DegreesError(f"mixed_precision={name!r}: give 'bf16', 'fp16', a MixedPrecisionPolicy or None")
     return MixedPrecisionPolicy(param_dtype=dtypes[name], reduce_dtype=torch.float32)

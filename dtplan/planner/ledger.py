@@ -84,7 +84,12 @@ class Ledger:
 
 
 def ledger(
-    bound: BoundPlan, *, batch: int = 1, sequence: int = 4096, dtype: str = "bfloat16", checkpointing: bool = False
+    bound: BoundPlan,
+    *,
+    batch: int = 1,
+    sequence: int = 4096,
+    dtype: str = "bfloat16",
+    checkpointing: bool = False,
 ) -> Ledger:
     """The ledger of one step on ``batch`` sequences of ``sequence`` tokens, with activations in ``dtype``.
 
@@ -138,13 +143,14 @@ def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
     sizes: dict[str, tuple[int, int]] = {}
     for module in bound.modules:
         layer = layer_of(bound, module) if by_unit else OUTSIDE
-        size = sum(
-            math.prod(t.shape) * dtype_bytes(t.dtype) for t in module.tensors if t.grad == "sum" and t.trainable
-        )
+        size = sum(math.prod(t.shape) * dtype_bytes(t.dtype) for t in module.tensors if t.grad == "sum" and t.trainable)
         if size:
-            count, before = sizes.get(layer, (0, 0))
+            before = sizes.get(layer, (0, 0))[1]
             inside = by_unit and layer != OUTSIDE
-            sizes[layer] = (len(module.names) if inside else 1, before + size * (1 if inside else len(module.names)))
+            sizes[layer] = (
+                len(module.names) if inside else 1,
+                before + size * (1 if inside else len(module.names)),
+            )
     return [
         Entry(
             layer=layer,
@@ -163,7 +169,15 @@ def _loss(bound: BoundPlan, tokens: int) -> list[Entry]:
     if not bound.loss_parallel:
         return []
     return [
-        Entry(layer=OUTSIDE, cause=cause, kind="all_reduce", axis="tp", direction="forward", count=1, bytes=4 * n * tokens)
+        Entry(
+            layer=OUTSIDE,
+            cause=cause,
+            kind="all_reduce",
+            axis="tp",
+            direction="forward",
+            count=1,
+            bytes=4 * n * tokens,
+        )
         for cause, n in (("loss: largest logit", 1), ("loss: sum and target", 2))
     ]
 
@@ -178,7 +192,9 @@ def _fsdp(bound: BoundPlan) -> Iterator[Entry]:
         layer = layer_of(bound, module)
         repeats = len(module.names) if layer == OUTSIDE else 1
         kept = [t for t in module.tensors if not t.buffer and t.tied_to is None]
-        sizes[layer] = sizes.get(layer, 0) + repeats * sum(math.prod(t.local_shape) * dtype_bytes(t.dtype) for t in kept)
+        sizes[layer] = sizes.get(layer, 0) + repeats * sum(
+            math.prod(t.local_shape) * dtype_bytes(t.dtype) for t in kept
+        )
         counts[layer] = 1 if layer == OUTSIDE else max(counts.get(layer, 0), len(module.names))
     for layer, size in sizes.items():
         if size == 0:
@@ -193,7 +209,15 @@ def _fsdp(bound: BoundPlan) -> Iterator[Entry]:
         for kind, axis, direction in calls:
             moved = size // shard if axis == "replicate" else size
             cause = "FSDP2 root" if layer == OUTSIDE else "FSDP2 unit"
-            yield Entry(layer=layer, cause=cause, kind=kind, axis=axis, direction=direction, count=counts[layer], bytes=moved)
+            yield Entry(
+                layer=layer,
+                cause=cause,
+                kind=kind,
+                axis=axis,
+                direction=direction,
+                count=counts[layer],
+                bytes=moved,
+            )
 
 
 def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
@@ -235,4 +259,5 @@ def _excess(modules: Iterable[BoundModule]) -> Iterator[str]:
     for parent, siblings in alone.items():
         if len(siblings) > 1:
             names = ", ".join(module.pattern.rpartition(".")[2] for module in siblings)
-            yield f"{parent}: {names} each prepare their input ({siblings[0].rule}); one `{parent}: {{input: R}}` serves all"
+            where = siblings[0].rule
+            yield f"{parent}: {names} each prepare their input ({where}); one `{parent}: {{input: R}}` serves all"

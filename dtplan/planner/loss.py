@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -35,7 +35,9 @@ def cross_entropy(
         losses = _of_parts(logits, labels, ignore_index, label_smoothing)
     else:
         flat = _at_least_float(logits.reshape(-1, logits.shape[-1]))
-        losses = F.cross_entropy(flat, labels, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
+        losses = F.cross_entropy(
+            flat, labels, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        )
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -49,7 +51,7 @@ def causal_lm_loss(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-    **_unused: Any,  # noqa: ANN401 - transformers hands every keyword of forward on
+    **_unused: Any,
 ) -> Tensor:
     """The next-token loss with the signature that transformers calls; ``logits`` may be cut.
 
@@ -82,7 +84,9 @@ class _CrossEntropy(torch.autograd.Function):
     """Per-token losses [tokens] of this rank's columns [tokens, own vocabulary]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, labels: Tensor, group: Group, vocabulary: int, ignore: int, smoothing: float) -> Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any, x: Tensor, labels: Tensor, group: Group, vocabulary: int, ignore: int, smoothing: float
+    ) -> Tensor:
         dtype, x = x.dtype, _at_least_float(x)
         first = sum(chunk_sizes(vocabulary, group.size)[: group.rank])
         own = (labels >= first) & (labels < first + x.shape[1]) & (labels != ignore)
@@ -102,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.where(counted, 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probability, index, own, counted = ctx.saved_tensors
         grad = probability - ctx.smoothing / ctx.vocabulary if ctx.smoothing else probability.clone()
         if grad.shape[1]:

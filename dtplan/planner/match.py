@@ -31,7 +31,9 @@ def alike_modules(model: nn.Module, rules: Iterable[Rule]) -> list[Alike]:
     return list(_walk([("", model)], "", tuple((rule, 0) for rule in rules), signatures))
 
 
-def renamed(rules: Iterable[Rule], model: nn.Module, names: Mapping[str, tuple[str, ...]]) -> tuple[tuple[Rule, ...], dict[str, str]]:
+def renamed(
+    rules: Iterable[Rule], model: nn.Module, names: Mapping[str, tuple[str, ...]]
+) -> tuple[tuple[Rule, ...], dict[str, str]]:
     """``rules`` with the plan's alternative names put in where the model has those, and what was renamed."""
     changed: dict[str, str] = {}
     for canonical, others in names.items():
@@ -93,9 +95,7 @@ def _walk(instances: list[tuple[str, nn.Module]], pattern: str, live: Live, sign
         names=tuple(name for name, _ in instances),
         module=module,
         rules=tuple(rule for rule, used in live if used == len(rule.path)),
-        tensor_rules={
-            name: tuple(rule for rule, used in live if rule.path[used:] == (name,)) for name in tensors
-        },
+        tensor_rules={name: tuple(rule for rule, used in live if rule.path[used:] == (name,)) for name in tensors},
     )
     buckets: dict[object, list[str]] = {}
     lives: dict[str, Live] = {}
@@ -107,7 +107,9 @@ def _walk(instances: list[tuple[str, nn.Module]], pattern: str, live: Live, sign
     digits = [name for name in lives if name.isdecimal()]
     for names in buckets.values():
         children = [
-            (f"{prefix}.{name}" if prefix else name, parent._modules[name]) for prefix, parent in instances for name in names
+            (f"{prefix}.{name}" if prefix else name, parent._modules[name])
+            for prefix, parent in instances
+            for name in names
         ]
         segment = names[0] if not names[0].isdecimal() else _spell(names, digits)
         below = f"{pattern}.{segment}" if pattern else segment

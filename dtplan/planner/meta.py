@@ -28,7 +28,7 @@ def meta_model(model: str) -> nn.Module:
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        import transformers  # noqa: PLC0415 - optional, and slow to import
+        import transformers
     except ImportError:
         raise ModelError("transformers is needed to build a model: pip install 'dtplan[hf]'") from None
     config = _config(model, transformers)
@@ -38,18 +38,20 @@ def meta_model(model: str) -> nn.Module:
             if names:
                 built: nn.Module = getattr(transformers, names[0])(config)
             else:
-                built = transformers.AutoModelForCausalLM.from_config(config)
+                built = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         except ValueError as error:
-            raise ModelError(f"{model}: no causal language model for a {type(config).__name__}: {_line(error)}") from None
+            raise ModelError(
+                f"{model}: no causal language model for a {type(config).__name__}: {_line(error)}"
+            ) from None
     return built
 
 
-def _config(model: str, transformers: Any) -> Any:  # noqa: ANN401 - the module and one of its configs
+def _config(model: str, transformers: Any) -> Any:
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise ModelError(f"{model}: the folder has no config.json")
-    if not file.is_file() and (file.suffix == ".json" or os.sep in model and model.count(os.sep) > 1):
+    if not file.is_file() and (file.suffix == ".json" or (os.sep in model and model.count(os.sep) > 1)):
         raise ModelError(f"{model}: no such file")
     try:
         if file.is_file():

@@ -14,8 +14,16 @@ from dtplan.planner.match import Alike
 
 # style -> kind of module -> the dim along which each parameter is cut; None is whole and added once.
 CUTS: dict[str, dict[str, dict[str, int | None]]] = {
-    "colwise": {"Linear": {"weight": 0, "bias": 0}, "Conv1D": {"weight": 1, "bias": 0}, "Embedding": {"weight": 1}},
-    "rowwise": {"Linear": {"weight": 1, "bias": None}, "Conv1D": {"weight": 0, "bias": None}, "Embedding": {"weight": 0}},
+    "colwise": {
+        "Linear": {"weight": 0, "bias": 0},
+        "Conv1D": {"weight": 1, "bias": 0},
+        "Embedding": {"weight": 1},
+    },
+    "rowwise": {
+        "Linear": {"weight": 1, "bias": None},
+        "Conv1D": {"weight": 0, "bias": None},
+        "Embedding": {"weight": 0},
+    },
     "vocab": {"Embedding": {"weight": 0}},
 }
 
@@ -46,7 +54,7 @@ class Cut:
     rule: Rule | None = None
 
 
-def cuts_of(alike: Alike, rule: Rule | None, whole: bool) -> dict[str, Cut]:
+def cuts_of(alike: Alike, rule: Rule | None, *, whole: bool) -> dict[str, Cut]:
     """How each tensor of the module is cut by its own rule and by those on its parameters.
 
     Raises:
@@ -102,7 +110,9 @@ def chosen(rules: tuple[Rule, ...]) -> Rule | None:
         if len(winners) == 1:
             return winners[0]
         lines = " and ".join(str(rule.at) for rule in rules)
-        raise PlacingError("DTP402", f"rules at {lines} both fall on it", "mark the one that wins with `override: true`")
+        raise PlacingError(
+            "DTP402", f"rules at {lines} both fall on it", "mark the one that wins with `override: true`"
+        )
     return rules[0] if rules else None
 
 
@@ -112,7 +122,16 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in both if tensor is not None]
 
 
-def place(name: str, tensor: Tensor, cut: Cut, *, units: Mapping[str, BoundUnit], tp: int, grad_sum: bool, buffer: bool) -> BoundTensor:
+def place(
+    name: str,
+    tensor: Tensor,
+    cut: Cut,
+    *,
+    units: Mapping[str, BoundUnit],
+    tp: int,
+    grad_sum: bool,
+    buffer: bool,
+) -> BoundTensor:
     """The tensor's placement and local shape.
 
     Raises:
@@ -149,11 +168,13 @@ def _check_units(name: str, shape: tuple[int, ...], dim: int, unit: BoundUnit | 
             message = f"`{name}` {list(shape)}: dim {dim} of size {size} is not divided by degree {tp}"
             raise PlacingError("DTP408", message, "give the rule a `unit`, so that the limit has a name")
     elif size % unit.count:
-        message = f"`{name}` {list(shape)}: dim {dim} of size {size} is not a whole number of {unit.count} {unit.name} units"
+        message = (
+            f"`{name}` {list(shape)}: dim {dim} of size {size} is not a whole number of {unit.count} {unit.name} units"
+        )
         raise PlacingError("DTP408", message, f"{unit.name} is counted by `{unit.field}`: is it the unit of this dim?")
 
 
-def default_output(style: str | None, whole: bool) -> Layout:
+def default_output(style: str | None, *, whole: bool) -> Layout:
     """The layout in which a module of this style computes its output.
 
     A module without a style is a region of cut work: its ranks hold terms of a sum.

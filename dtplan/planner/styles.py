@@ -87,8 +87,8 @@ class Tp:
             return tensor
         if len(tensor.placements) > 1:
             raise ApplyError(
-                f"{self.names[id(module)]} was called while FSDP2 held its parameters cut: the forward of its unit or of "
-                "the model was bypassed; call the model, or register the method that calls it with "
+                f"{self.names[id(module)]} was called while FSDP2 held its parameters cut: the forward of its unit "
+                "or of the model was bypassed; call the model, or register the method that calls it with "
                 "torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
             )
         return tensor.to_local()
@@ -167,7 +167,7 @@ def with_local_parameters(module: nn.Module, inner: Forward, bound: BoundModule,
         local = tp.local(module, name)
         return coll.place(local, tp.group) if name in once else local
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the module's own
+    def forward(*args: Any, **kwargs: Any) -> Any:
         held = {name: parameters[name] for name in names}
         parameters.update({name: view(name) for name in names})  # type: ignore[misc]
         try:
@@ -206,9 +206,10 @@ def vocab_forward(module: nn.Module, inner: Forward, group: Group) -> Forward:
 def with_inputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
     """Change the layouts of inputs before ``inner``."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(*args: Any, **kwargs: Any) -> Any:
         for move in bound.inputs:
-            args, kwargs = replaced(args, kwargs, move, lambda x, m=move: moved(x, m, tp, bound.pattern))
+            change = functools.partial(moved, move=move, tp=tp, where=bound.pattern)
+            args, kwargs = replaced(args, kwargs, move, change)
         return inner(*args, **kwargs)
 
     return forward
@@ -218,13 +219,17 @@ def with_outputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
     """Change the layouts of outputs after ``inner``."""
     moves = [move for move in bound.outputs if move.op != "keep" or move.global_shape]
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(*args: Any, **kwargs: Any) -> Any:
         out = inner(*args, **kwargs)
         for move in moves:
             if move.value is None:
                 out = moved(out, move, tp, bound.pattern)
             else:
-                out = (*out[: move.value], moved(out[move.value], move, tp, bound.pattern), *out[move.value + 1 :])
+                out = (
+                    *out[: move.value],
+                    moved(out[move.value], move, tp, bound.pattern),
+                    *out[move.value + 1 :],
+                )
         return out
 
     return forward
@@ -245,7 +250,7 @@ def with_block_input(inner: Forward, bound: BoundModule, block: BlockInput, tp: 
         block.partial = moved(x, place, tp, bound.pattern)
         return block.partial
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = replaced(args, kwargs, place, split)
         try:
             return inner(*args, **kwargs)
@@ -258,7 +263,7 @@ def with_block_input(inner: Forward, bound: BoundModule, block: BlockInput, tp: 
 def reading_block_input(inner: Forward, block: BlockInput, name: str) -> Forward:
     """A norm that reads its block's input: it is given the whole copy in place of the residual's term."""
 
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if block.partial is None or not same_tensor(x, block.partial):
             raise ApplyError(
                 f"{name} reads something else than its block's input, so the block has no parallel residual: "
@@ -274,7 +279,9 @@ def same_tensor(x: Tensor, y: Tensor) -> bool:
     return x is y or (x.shape == y.shape and x.data_ptr() == y.data_ptr())
 
 
-def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], move: BoundMove, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], move: BoundMove, change: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with the one that ``move`` names changed, however it was passed."""
     if move.name in kwargs:
         return args, {**kwargs, move.name: change(kwargs[move.name])}
@@ -301,13 +308,12 @@ def moved(x: Tensor, move: BoundMove, tp: Tp, where: str) -> Tensor:
     """
     x = as_local(x, move, where)
     group = tp.group
-    dim = move.dst.dim if move.dst.dim is not None else move.src.dim
-    if dim is not None:
-        dim %= x.dim()
+    cut = move.dst.dim if move.dst.dim is not None else move.src.dim
+    dim = 0 if cut is None else cut % x.dim()  # the moves without a cut do not read it
     if move.op in ("scatter", "slice") and x.shape[dim] % group.size:
         raise ApplyError(
-            f"{where}: dim {dim} of length {x.shape[dim]} cannot be cut over {group.size} tp ranks; pad the sequence to a "
-            f"multiple of {group.size}, or turn sequence_parallel off (for generation it must be off)"
+            f"{where}: dim {dim} of length {x.shape[dim]} cannot be cut over {group.size} tp ranks; pad the sequence "
+            f"to a multiple of {group.size}, or turn sequence_parallel off (for generation it must be off)"
         )
     match move.op if group.size > 1 else "keep":
         case "copy":

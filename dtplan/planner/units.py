@@ -15,7 +15,9 @@ from dtplan.planner.bound import BoundUnit
 _LARGEST_SHOWN = 64
 
 
-def bound_units(plan: Plan, rules: Iterable[Rule], config: Any, tp: int) -> tuple[dict[str, BoundUnit], list[Diagnostic]]:  # noqa: ANN401
+def bound_units(
+    plan: Plan, rules: Iterable[Rule], config: Any, tp: int
+) -> tuple[dict[str, BoundUnit], list[Diagnostic]]:
     """The units that ``rules`` use with their counts in ``config``, and what is wrong with them at degree ``tp``."""
     used = {unit for rule in rules for unit in units_of(rule)}
     units: dict[str, BoundUnit] = {}
@@ -31,7 +33,7 @@ def bound_units(plan: Plan, rules: Iterable[Rule], config: Any, tp: int) -> tupl
     return units, findings
 
 
-def _count(unit: Unit, config: Any) -> tuple[str, Any]:  # noqa: ANN401
+def _count(unit: Unit, config: Any) -> tuple[str, Any]:
     for field in unit.fields:
         value = config_field(config, field)
         if value is not None:
@@ -49,7 +51,7 @@ def _bound(unit: Unit, field: str, count: int) -> BoundUnit:
     return BoundUnit(name=unit.name, field=field, count=count, indivisible=unit.indivisible, allows=allows)
 
 
-def _no_count(unit: Unit, config: Any) -> Diagnostic:  # noqa: ANN401
+def _no_count(unit: Unit, config: Any) -> Diagnostic:
     fields = " or ".join(f"`{field}`" for field in unit.fields)
     kind = type(config).__name__ if config is not None else "no config"
     message = f"unit `{unit.name}` is counted by {fields}, and the model's config ({kind}) has no positive number there"

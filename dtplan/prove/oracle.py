@@ -24,14 +24,14 @@ class _Float64Casts(TorchFunctionMode):
     Norms, rotary tables, attention and losses of transformers cast to float32, which would end any proof at 1e-8.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
         args = tuple(_lifted(arg) for arg in args)
         return func(*args, **{key: _lifted(value) for key, value in (kwargs or {}).items()})
 
 
-def _lifted(value: Any) -> Any:  # noqa: ANN401
+def _lifted(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 

@@ -103,8 +103,8 @@ def _move(move: BoundMove) -> str:
 def _memory(bound: BoundPlan) -> str:
     whole, kept = bound.parameter_bytes()
     return (
-        f"parameters: {_size(whole)} in all, {_size(kept)} on rank 0 ({_sharded_share(bound):.1%} of the bytes are cut on tp); "
-        "gradients as much, AdamW twice as much in the parameters' dtype"
+        f"parameters: {_size(whole)} in all, {_size(kept)} on rank 0 ({_sharded_share(bound):.1%} of the bytes are "
+        "cut on tp); gradients as much, AdamW twice as much in the parameters' dtype"
     )
 
 
@@ -118,7 +118,13 @@ def _sharded_share(bound: BoundPlan) -> float:
 def _ledger(bound: BoundPlan, book: Ledger) -> Table:
     title = f"collectives of one step: batch {book.batch} x {book.sequence} tokens, activations in {book.dtype}"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for column, justify in (("where", "left"), ("cause", "left"), ("axis", "left"), ("direction", "left"), ("kind", "left")):
+    for column, justify in (
+        ("where", "left"),
+        ("cause", "left"),
+        ("axis", "left"),
+        ("direction", "left"),
+        ("kind", "left"),
+    ):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for column in ("calls", "bytes a call", "sent by a rank"):
         table.add_column(column, justify="right")
@@ -133,7 +139,16 @@ def _ledger(bound: BoundPlan, book: Ledger) -> Table:
 def _entry(bound: BoundPlan, entry: Entry) -> tuple[str, ...]:
     cause = entry.cause.removeprefix(entry.layer).lstrip(".") or entry.cause
     sent = _size(entry.wire_bytes(bound.degrees[entry.axis]))
-    return entry.layer, cause, entry.axis, entry.direction, entry.kind, str(entry.count), _size(entry.bytes), sent
+    return (
+        entry.layer,
+        cause,
+        entry.axis,
+        entry.direction,
+        entry.kind,
+        str(entry.count),
+        _size(entry.bytes),
+        sent,
+    )
 
 
 def _notes(bound: BoundPlan, book: Ledger) -> Iterable[str]:
@@ -157,7 +172,7 @@ def _size(number: int) -> str:
     """Bytes with a binary prefix."""
     value = float(number)
     for prefix in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:  # noqa: PLR2004 - the next prefix
+        if value < 1024:
             return f"{value:.0f} {prefix}" if prefix == "B" else f"{value:.2f} {prefix}"
         value /= 1024
     return f"{value:.2f} TiB"

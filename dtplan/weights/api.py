@@ -39,7 +39,7 @@ def save(
     *,
     max_shard_bytes: int = 5_000_000_000,
     dtype: torch.dtype | None = None,
-    tokenizer: Any = None,  # noqa: ANN401 - anything with save_pretrained
+    tokenizer: Any = None,
 ) -> SaveReport:
     """Write a folder that plain ``transformers`` loads: config, safetensors shards, index, tokenizer if given.
 
