@@ -1,6 +1,11 @@
-"""Every diagnostic code, with what it means; a code once given is never given another meaning."""
+"""Every diagnostic code, with what it means; a code once given is never given another meaning.
+
+``python -m dtplan.plan.codes > docs/diagnostics.md`` renews the page that lists them.
+"""
 
 from __future__ import annotations
+
+import sys
 
 CODES: dict[str, str] = {
     "DTP101": "The plan cannot be read: no such file or built-in plan, a folder, or no permission.",
@@ -41,3 +46,42 @@ CODES: dict[str, str] = {
     "DTP414": "A layout that no collective can reach from where the value is.",
     "DTP415": "A whole parameter among cut ones: the rule must say whether its gradient is a partial sum.",
 }
+
+_AREAS = {
+    "DTP1": "The file",
+    "DTP2": "The words of the language",
+    "DTP3": "The plan as a whole",
+    "DTP4": "The plan and the model",
+}
+_INTRODUCTION = """\
+# Diagnostics
+
+<!-- Made by `python -m dtplan.plan.codes > docs/diagnostics.md`. -->
+
+Every finding has a place (`file:line:column`, with the line and a caret), a code, what was given, what is
+allowed, and after `=` what to do next:
+
+```
+plan.yaml:4:3: DTP302 `model.layers.*.mlp.up_proj` uses the unit `fnn`, which is not declared
+    4 |   model.layers.*.mlp.up_proj: {style: colwise, unit: fnn}
+      |   ^
+      = did you mean 'ffn'?
+```
+
+A code keeps its meaning for good. `dtplan explain DTP205` prints it; `dtplan lint --format json` and
+`--format github` print findings for programs. `dtplan lint` finds what begins with 1, 2 and 3, without a
+model; what begins with 4 needs one, and comes from `dtplan show`, `dtplan.bind` and `dtplan.parallelize`.
+"""
+
+
+def markdown() -> str:
+    """The page of all codes."""
+    parts = [_INTRODUCTION]
+    for prefix, title in _AREAS.items():
+        rows = [f"| {code} | {meaning} |" for code, meaning in CODES.items() if code.startswith(prefix)]
+        parts.append("\n".join([f"## {title}", "", "| code | meaning |", "| --- | --- |", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -62,9 +62,7 @@ def _module(reading: Reading, node: yaml.Node, text: str) -> str | None:
 NAME: Kind[str] = then(TEXT, _module, {"type": "string", "pattern": rf"^(\.|{_NAME})$"})
 
 
-def _names(
-    reading: Reading, node: yaml.Node, names: dict[str, tuple[str, ...]]
-) -> dict[str, tuple[str, ...]]:
+def _names(reading: Reading, node: yaml.Node, names: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     for key, _ in entries(reading, node, "a mapping"):
         _module(reading, key, key.value)
     return names
@@ -74,9 +72,7 @@ NAMES: Kind[dict[str, tuple[str, ...]]] = then(map_of(list_of(NAME, at_least=1))
 
 
 def _unit_from_fields(reading: Reading, node: yaml.Node, fields: tuple[str, ...] | str) -> Unit:
-    return Unit(
-        name="", fields=(fields,) if isinstance(fields, str) else fields, at=reading.source.place(node)
-    )
+    return Unit(name="", fields=(fields,) if isinstance(fields, str) else fields, at=reading.source.place(node))
 
 
 def _unit(reading: Reading, node: yaml.Node, **values: Any) -> Unit:
@@ -222,9 +218,7 @@ def _when(reading: Reading, node: yaml.Node) -> dict[str, Any] | None:
     says = "a mapping from config fields to values"
     pairs = {key.value: VALUE.read(reading, value) for key, value in entries(reading, node, says)}
     if isinstance(node, yaml.MappingNode) and not node.value:
-        wrong_kind(
-            reading, node, says, "name a config field; what always holds stands under the plan's `rules`"
-        )
+        wrong_kind(reading, node, says, "name a config field; what always holds stands under the plan's `rules`")
     return pairs
 
 

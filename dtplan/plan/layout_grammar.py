@@ -77,19 +77,13 @@ def _move_keys(side: str, to: Kind[Move], words: str) -> dict[str, Key]:
         return {
             "from": Key(LAYOUT, "the layout in which the value arrives (default: residual)"),
             "to": Key(to, f"the layout that it is given; or one of {words}"),
-            "unit": Key(
-                TEXT, "what is cut where the dim holds groups of these units, as [batch x heads, ...]"
-            ),
+            "unit": Key(TEXT, "what is cut where the dim holds groups of these units, as [batch x heads, ...]"),
         }
     return {
         "from": Key(LAYOUT, "the layout in which it is computed (default: what the style gives)"),
         "to": Key(to, f"the layout that it is given; or one of {words}"),
-        "global_shape": Key(
-            SWITCH, "hand out a DTensor, so that code outside sees the global shape of a cut value"
-        ),
-        "sum_grad_of_last": Key(
-            TEXT, "a config field n: sum only the gradient of the last n features over ranks"
-        ),
+        "global_shape": Key(SWITCH, "hand out a DTensor, so that code outside sees the global shape of a cut value"),
+        "sum_grad_of_last": Key(TEXT, "a config field n: sum only the gradient of the last n features over ranks"),
     }
 
 

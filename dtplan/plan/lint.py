@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 from collections.abc import Iterator
 
 from dtplan._errors import Diagnostic, did_you_mean
 from dtplan.plan.paths import PatternMap
 from dtplan.plan.source import finding_at
 from dtplan.plan.spec import Plan, Rule, TeLayer, Tie, Unit
+from dtplan.plan.syntax import MAX_FINDINGS, and_more
 
 Rules = PatternMap[Rule]
 
@@ -17,19 +20,24 @@ def findings_of(plan: Plan) -> tuple[Diagnostic, ...]:
     covered = Rules()
     for rule in all_rules(plan):
         covered.add(rule.path, rule)
-    found = [
-        *findings_of_what_was_read(plan),
-        *_unused_units(plan),
-        *_te(plan, covered),
-        *_ties(plan, covered),
-    ]
+    checks = (_what_was_read(plan), _unused_units(plan), _te(plan, covered), _ties(plan, covered))
+    found = _bounded(itertools.chain(*checks), plan)
     return tuple(sorted(found, key=lambda f: (f.file, f.line, f.column, f.code)))
 
 
 def findings_of_what_was_read(plan: Plan) -> list[Diagnostic]:
     """The findings that hold even where other rules of the file could not be read."""
-    checks = (_overlaps, _undeclared_units, _contradictions, _todos)
-    return [finding for check in checks for finding in check(plan)]
+    return _bounded(_what_was_read(plan), plan)
+
+
+def _what_was_read(plan: Plan) -> Iterator[Diagnostic]:
+    for check in (_overlaps, _undeclared_units, _contradictions, _todos):
+        yield from check(plan)
+
+
+def _bounded(findings: Iterator[Diagnostic], plan: Plan) -> list[Diagnostic]:
+    found = list(itertools.islice(findings, MAX_FINDINGS))
+    return [*found, and_more(plan.files[0])] if len(found) == MAX_FINDINGS else found
 
 
 def all_rules(plan: Plan) -> tuple[Rule, ...]:
@@ -57,9 +65,7 @@ def _clashes(rules: tuple[Rule, ...], own: Rules, always: Rules | None = None) -
         first = next((other for other in others if other.override == rule.override), None)
         if first is not None and (first.at, rule.at) not in told:
             told.add((first.at, rule.at))
-            message = (
-                f"`{rule.pattern}` names what `{first.pattern}` names on {first.at.file}:{first.at.line}"
-            )
+            message = f"`{rule.pattern}` names what `{first.pattern}` names on {first.at.file}:{first.at.line}"
             yield finding_at("DTP301", rule.at, message, "keep one, or mark the winner with `override: true`")
         own.add(rule.path, rule)
 
@@ -82,11 +88,10 @@ def _undeclared_units(plan: Plan) -> Iterator[Diagnostic]:
 
 def _unused_units(plan: Plan) -> Iterator[Diagnostic]:
     used = {unit for rule in all_rules(plan) for unit in units_of(rule)}
-    misspelt = {
-        name for unit in used - plan.units.keys() for name in plan.units if did_you_mean(unit, [name])
-    }
+    undeclared = sorted(used - plan.units.keys())[:MAX_FINDINGS]
+    meant = {name for unit in undeclared for name in difflib.get_close_matches(unit, plan.units, n=1)}
     for unit in plan.units.values():
-        if unit.name not in used | misspelt and unit.at.file == plan.files[0]:
+        if unit.name not in used | meant and unit.at.file == plan.files[0]:
             yield _unused(unit)
 
 
@@ -106,32 +111,36 @@ _CUTTING = ("colwise", "rowwise", "vocab", "sharded_norm")
 
 
 def _rule_contradictions(rule: Rule) -> Iterator[tuple[str, str]]:
-    cut_style, shard = rule.style in _CUTTING, rule.shard is not None
+    styled, shard = rule.style in _CUTTING, rule.shard is not None
+    cuts = styled or shard
     edges = rule.inputs or rule.outputs
+    of_module = edges or rule.localize or rule.reads or rule.parallel_residual
     if rule.style is not None and shard:
         yield "`style` and `shard` both say how it is cut", "a style is for a module, `shard` for a parameter"
-    if rule.grad == "sum" and (cut_style or shard):
-        how = f"style: {rule.style}" if cut_style else "shard"
+    if rule.grad == "sum" and cuts:
+        how = f"style: {rule.style}" if styled else "shard"
         yield f"`{how}` and `grad: sum`", "what is cut has no partial gradient; `grad: sum` is for whole ones"
-    if (rule.sections or rule.unit) and not (cut_style or shard):
+    if rule.once and cuts:
+        yield "`once`, and it is cut", "`once` is for a whole parameter; a rowwise bias is added once anyway"
+    if (rule.sections or rule.unit) and not cuts:
         yield "a unit or sections, and nothing that cuts", "add `style: colwise` or `shard: DIM`"
     if rule.sections and rule.unit:
         yield "`sections` and `unit`", "give the unit of each section: sections: [head, kv_head, kv_head]"
-    if shard and (edges or rule.localize or rule.parallel_residual):
-        yield (
-            "`shard` beside what only a module has",
-            "give inputs, outputs and attributes to the module's rule",
-        )
+    if of_module and (shard or rule.once):
+        said = "shard" if shard else "once"
+        yield f"`{said}` beside what only a module has", "give inputs and attributes to the module's rule"
     if rule.parallel_residual and edges:
         yield "`parallel_residual` and `input` or `output`", "it prepares the input and the output by itself"
+    if rule.below and rule.style != "replicate":
+        yield "`below` without `replicate`", "name the modules that are cut one by one"
+    if rule.like and rule.style != "vocab":
+        yield "`like` without `style: vocab`", "`like: Embedding` is for an embedding with a class of its own"
 
 
 def _todos(plan: Plan) -> Iterator[Diagnostic]:
     for rule in _as_written(plan):
         if rule.style == "todo":
-            yield finding_at(
-                "DTP307", rule.at, f"`{rule.pattern}` is not decided", "replace `todo` by a style"
-            )
+            yield finding_at("DTP307", rule.at, f"`{rule.pattern}` is not decided", "replace `todo` by a style")
 
 
 _TE_PARTS = {

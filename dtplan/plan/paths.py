@@ -89,9 +89,7 @@ class PatternMap(Generic[T]):
     """Patterns with a value each; finds those that overlap another without comparing it with all of them."""
 
     def __init__(self) -> None:
-        self._root: dict[
-            Any, Any
-        ] = {}  # segment -> node; under None the values of the patterns that end here
+        self._root: dict[Any, Any] = {}  # segment -> node; under None the values of the patterns that end here
 
     def add(self, pattern: Segments, value: T) -> None:
         """Keep ``value`` under ``pattern``, beside those that are there."""

@@ -69,9 +69,7 @@ def _with_lint(findings: list[Diagnostic], own: Plan) -> list[Diagnostic]:
 
 
 def _plan(values: Mapping[str, Any], file: str, default_name: str) -> Plan:
-    given = {
-        key: values[key] for key in ("serves", "variants", "ties", "names", "te", "fsdp") if key in values
-    }
+    given = {key: values[key] for key in ("serves", "variants", "ties", "names", "te", "fsdp") if key in values}
     return Plan(
         name=values.get("name", default_name),
         units=values.get("units", {}),
@@ -82,9 +80,7 @@ def _plan(values: Mapping[str, Any], file: str, default_name: str) -> Plan:
     )
 
 
-def _base(
-    reading: Reading, extends: tuple[str, yaml.Node], path: Path | None, seen: tuple[Path, ...]
-) -> Plan | None:
+def _base(reading: Reading, extends: tuple[str, yaml.Node], path: Path | None, seen: tuple[Path, ...]) -> Plan | None:
     """The plan that `extends` names; None after noting what is wrong with it."""
     name, node = extends
     seen = seen if path is None else (*seen, path.resolve())
@@ -101,9 +97,7 @@ def _base(
         return None
     if base_path.resolve() in seen or len(seen) > MAX_EXTENDS:
         chain = " -> ".join(step.name for step in (*seen, base_path))
-        what = (
-            f"leads back to {base_shown}" if base_path.resolve() in seen else f"goes over {MAX_EXTENDS} plans"
-        )
+        what = f"leads back to {base_shown}" if base_path.resolve() in seen else f"goes over {MAX_EXTENDS} plans"
         reading.add("DTP303", node, f"`extends` {what}", f"break the chain: {chain}")
         return None
     try:

@@ -89,9 +89,8 @@ def _section(reading: Reading, node: yaml.Node, **values: Any) -> Section:
         reading.add("DTP304", node, message, "add `whole: true`, or name a `unit`")
     elif section.grad is not None and not section.whole:
         message = "`grad: sum` of a section that is cut"
-        reading.add(
-            "DTP304", node, message, "what is cut has no partial gradient: add `whole: true`, or drop it"
-        )
+        hint = "what is cut has no partial gradient: add `whole: true`, or drop `grad`"
+        reading.add("DTP304", node, message, hint)
     return section
 
 
@@ -102,9 +101,7 @@ SECTION: Kind[Section] = one_of(
         {
             "unit": Key(TEXT, "the unit in which this section is cut"),
             "count": Key(NUMBER, "the number of its units, where no config field holds it"),
-            "width": Key(
-                TEXT, "the config field that holds a unit's width (default: alike for all sections)"
-            ),
+            "width": Key(TEXT, "the config field that holds a unit's width (default: alike for all sections)"),
             "whole": Key(SWITCH, "every rank keeps the whole section"),
             "grad": Key(choice(("sum",)), "the section's gradient is summed over ranks"),
         },
@@ -135,9 +132,7 @@ RULE_KEYS: dict[str, Key] = {
         "the input that the block adds to the unreduced sum of its branches: one forward reduction for the "
         "block; the norms that read it are given the whole value, and share one gradient sum",
     ),
-    "localize": Key(
-        list_of(TEXT, at_least=1), "whole-number attributes of the module to divide by the degree"
-    ),
+    "localize": Key(list_of(TEXT, at_least=1), "whole-number attributes of the module to divide by the degree"),
     "reads": Key(
         list_of(TEXT, at_least=1),
         "modules below whose parameters this module's forward reads without calling them",
@@ -198,9 +193,7 @@ def _is_misspelt_style(key: str, value: yaml.Node) -> bool:
     return is_style and bool(difflib.get_close_matches(key.lower(), ["style"], cutoff=0.75))
 
 
-def _rules_at(
-    reading: Reading, key: yaml.Node, node: yaml.Node, patterns: tuple[paths.Segments, ...]
-) -> list[Rule]:
+def _rules_at(reading: Reading, key: yaml.Node, node: yaml.Node, patterns: tuple[paths.Segments, ...]) -> list[Rule]:
     before = len(reading.findings)
     rule = RULE.read(reading, node)
     if rule is None or len(reading.findings) > before:

@@ -26,9 +26,7 @@ class Source:
         """Where ``node`` starts."""
         return self._place(node.start_mark)
 
-    def finding(
-        self, code: str, where: Place | yaml.Node | yaml.Mark, message: str, hint: str = ""
-    ) -> Diagnostic:
+    def finding(self, code: str, where: Place | yaml.Node | yaml.Mark, message: str, hint: str = "") -> Diagnostic:
         """A diagnostic at a place, a node or a YAML mark of this file."""
         if isinstance(where, yaml.Node):
             where = where.start_mark
@@ -137,15 +135,13 @@ class _Loader(yaml.SafeLoader):
             hint = f'write the value out; a path that begins with `*` is quoted: "*{event.anchor}"'
             raise _Refused("DTP106", mark, f"alias `*{event.anchor}`", hint)
         if getattr(event, "anchor", None) is not None:
-            raise _Refused(
-                "DTP106", mark, f"anchor `&{event.anchor}`", "write the value out, or use `extends`"
-            )
+            raise _Refused("DTP106", mark, f"anchor `&{event.anchor}`", "write the value out, or use `extends`")
         if (tag := getattr(event, "tag", None)) is not None:
             spelled = tag.replace("tag:yaml.org,2002:", "!!")
             raise _Refused("DTP106", mark, f"tag `{spelled}`", "remove it: a plan holds plain values only")
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            hint = "write a deep path as one key with dots: model.layers.*.mlp"
+            hint = "a plan has about 5: write a deep path as one key with dots, model.layers.*.mlp"
             raise _Refused("DTP107", mark, f"nested deeper than {MAX_DEPTH} levels", hint)
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1

@@ -45,9 +45,13 @@ class Reading:
         """Note a finding, as ``add`` does."""
         self.findings.append(finding)
         if len(self.findings) >= MAX_FINDINGS:
-            message, hint = f"{MAX_FINDINGS} findings; the rest is not read", "mend these first"
-            last = Diagnostic(code="DTP107", file=self.source.file, message=message, hint=hint)
-            raise PlanError([*self.findings, last])
+            raise PlanError([*self.findings, and_more(self.source.file)])
+
+
+def and_more(file: str) -> Diagnostic:
+    """The last of too many findings."""
+    message, hint = f"{MAX_FINDINGS} findings; the rest is not told", "mend these first"
+    return Diagnostic(code="DTP107", file=file, message=message, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +197,7 @@ def list_of(kind: Kind[T], *, at_least: int = 0) -> Kind[tuple[T, ...]]:
         values = [kind.read(reading, item) for item in node.value]
         return tuple(value for value in values if value is not None)
 
-    return Kind(
-        says, read, {"type": "array", "items": kind.schema} | ({"minItems": at_least} if at_least else {})
-    )
+    return Kind(says, read, {"type": "array", "items": kind.schema} | ({"minItems": at_least} if at_least else {}))
 
 
 def map_of(kind: Kind[T]) -> Kind[dict[str, T]]:
@@ -209,9 +211,7 @@ def map_of(kind: Kind[T]) -> Kind[dict[str, T]]:
     return Kind(says, read, {"type": "object", "additionalProperties": kind.schema})
 
 
-def record(
-    keys: Mapping[str, Key], build: Callable[..., T | None], doc: str, *, unknown: str = ""
-) -> Kind[T]:
+def record(keys: Mapping[str, Key], build: Callable[..., T | None], doc: str, *, unknown: str = "") -> Kind[T]:
     """A mapping with exactly the keys of a table; ``build(reading, node, **values)`` makes the value.
 
     ``unknown`` is what to do about a key that is not there and is no misspelling of one that is.
@@ -232,7 +232,7 @@ def record(
             elif (given := keys[key.value].kind.read(reading, value)) is not None:
                 values[key.value] = given
         for name in required:
-            if name not in present:
+            if name not in present and not any(did_you_mean(key, [name]) for key in present - keys.keys()):
                 reading.add("DTP203", node, f"the key `{name}` is missing", f"add `{name}`: {keys[name].doc}")
         if not values.keys() >= set(required):
             return None
