@@ -1,0 +1,1 @@
+"""Hugging Face safetensors folders in and out of a sharded model: streaming load and sharded save."""

@@ -1,0 +1,82 @@
+"""Safetensors files written piece by piece, so that no file is ever held in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtplan.weights.checkpoint import DTYPES, PREFIX_BYTES
+
+__all__ = ["DTYPE_NAMES", "FileTensor", "ShardWriter", "file_order", "write_json"]
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """A whole tensor as a file holds it: global shape, no padding."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def file_order(tensor: FileTensor) -> tuple[int, str, str]:
+    """Sorts tensors inside a file: wide dtypes first, which aligns every tensor, then by name."""
+    return (-tensor.dtype.itemsize, DTYPE_NAMES[tensor.dtype], tensor.name)
+
+
+class ShardWriter:
+    """Writes one safetensors file: the header, then the tensors' bytes as they come.
+
+    Nothing is buffered here, so every failure to write shows in the call that met it. Methods raise OSError.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._stream = file.open("xb", buffering=0)
+
+    def write_header(self, tensors: Sequence[FileTensor]) -> None:
+        """Announces the ``tensors``, whose bytes must follow in this order."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in tensors:
+            start, end = end, end + tensor.nbytes
+            header[tensor.name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % ALIGNMENT_BYTES)
+        self.write(memoryview(len(text).to_bytes(PREFIX_BYTES, "little") + text))
+
+    def write(self, data: memoryview) -> None:
+        """Appends ``data``."""
+        while data:  # a write may be partial
+            data = data[self._stream.write(data) :]
+
+    def finish(self) -> None:
+        """Waits until the file is on the disk."""
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """Closes the file, finished or not."""
+        self._stream.close()
+
+
+def write_json(file: Path, value: object) -> None:
+    """Writes ``value`` as transformers writes its JSON files."""
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
