@@ -87,7 +87,7 @@ def _move_keys(side: str, to: Kind[Move], words: str) -> dict[str, Key]:
     }
 
 
-_MOVE_KEYS = {"from", "to", "unit", "global_shape", "sum_grad_of_last"}
+_MOVE_KEYS = ("from", "to", "unit", "global_shape", "sum_grad_of_last")
 
 
 def per_value(side: str) -> Kind[Moves]:
@@ -101,7 +101,7 @@ def per_value(side: str) -> Kind[Moves]:
         return None if single is None else ((first, single),)
 
     def read_map(reading: Reading, node: yaml.Node) -> Moves | None:
-        if _MOVE_KEYS & {key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)}:
+        if any(key.value in _MOVE_KEYS for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             return read_one(reading, node)
         moves: list[tuple[str | int | None, Move]] = []
         for key, value in entries(reading, node, move.says):
@@ -113,7 +113,8 @@ def per_value(side: str) -> Kind[Moves]:
                 moves.append((at, given))
         return tuple(moves)
 
-    names = r"^([0-9]{1,2}|[A-Za-z_][A-Za-z0-9_]*)$" if side == "input" else r"^[0-9]{1,2}$"
+    argument = rf"^([0-9]{{1,2}}|(?!({'|'.join(_MOVE_KEYS)})$)[A-Za-z_][A-Za-z0-9_]*)$"
+    names = argument if side == "input" else r"^[0-9]{1,2}$"
     by_name = {"type": "object", "patternProperties": {names: move.schema}, "additionalProperties": False}
     says = f"{move.says}, or a mapping from {named} to one of these"
     return one_of(

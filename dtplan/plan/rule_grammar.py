@@ -161,7 +161,7 @@ _RECORD = record(
 RULE: Kind[Rule] = one_of(
     "a style or a mapping with the keys of a rule",
     text=then(STYLE, _styled, {"enum": [*STYLES, *STYLE_ALIASES], "description": RULE_KEYS["style"].doc}),
-    keys=_RECORD,
+    keys=dataclasses.replace(_RECORD, schema=_RECORD.schema | {"minProperties": 1}),
 )
 
 
@@ -211,5 +211,5 @@ RULES: Kind[tuple[Rule, ...]] = Kind("a mapping from paths to rules", _rules, {"
 RULES_SCHEMA: dict[str, Any] = {
     "type": "object",
     "description": "Paths to rules; `.` is the path itself, a nested mapping continues the path.",
-    "additionalProperties": {"anyOf": [RULE.schema, {"$ref": "#/$defs/rules"}]},
+    "additionalProperties": {"anyOf": [RULE.schema, {"$ref": "#/$defs/rules", "minProperties": 1}]},
 }

@@ -193,7 +193,8 @@ def vocab_forward(module: nn.Module, inner: Forward, group: Group) -> Forward:
             return weight.new_zeros(*input.shape, weight.shape[1]) + weight.sum()
         index = input - first
         foreign = (index < 0) | (index >= rows)
-        module.padding_idx = padding - first if isinstance(padding, int) and 0 <= padding - first < rows else None
+        own_padding = padding - first if isinstance(padding, int) and 0 <= padding - first < rows else None
+        module.padding_idx = own_padding  # type: ignore[assignment]
         try:
             found: Tensor = inner(index.masked_fill(foreign, 0))
         finally:
