@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtplan._errors import ApplyError, DtplanError
 
+T = TypeVar("T")
 _PIECE = 1 << 22
 """Elements that are read at a time by ``fingerprint``."""
 
@@ -28,18 +29,35 @@ def together(step: Callable[[], Any]) -> Any:
         result = step()
     except Exception as caught:  # noqa: BLE001 - exchanged, then raised
         error = caught
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        said: list[tuple[type[Exception], str] | None] = [None] * dist.get_world_size()
-        mine = None if error is None else (type(error), str(error))
-        dist.all_gather_object(said, mine)
-        failed = [(rank, entry) for rank, entry in enumerate(said) if entry is not None]
-        if failed and error is None:
-            rank, (kind, text) = failed[0]
-            foreign = ApplyError(f"rank {rank} failed: {text}")
-            raise _same(kind, text) if issubclass(kind, DtplanError) else foreign
-    if error is not None:
+    said = gather_objects(None if error is None else (type(error), str(error)))
+    failed = [(rank, entry) for rank, entry in enumerate(said) if entry is not None]
+    if not failed:
+        return result
+    if error is not None and not isinstance(error, DtplanError):
         raise error
-    return result
+    rank, (kind, text) = failed[0]
+    if not issubclass(kind, DtplanError):
+        raise ApplyError(f"rank {rank} failed: {text}") from error
+    if error is not None and str(error) == text:
+        raise error
+    raise _same(kind, text) from error
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This rank and the number of ranks of the default process group; ``(0, 1)`` without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gather_objects(value: T) -> list[T]:
+    """``value`` of every rank, by rank. Collective over the default group."""
+    _, world = rank_and_world()
+    if world == 1:
+        return [value]
+    values: list[Any] = [None] * world
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _same(kind: type[DtplanError], text: str) -> DtplanError:

@@ -30,10 +30,11 @@ _ATTRIBUTE = "_dtplan_applied"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What was done to a model: the bound plan, and the mesh on which it lies."""
+    """What was done to a model: the bound plan, the mesh on which it lies, and whether it is kept on the host."""
 
     bound: BoundPlan
     mesh: DeviceMesh
+    cpu_offload: bool = False
 
 
 def parallelize(
@@ -101,7 +102,7 @@ def parallelize(
     if data is not None:
         shard_with_fsdp(model, bound, data, options)
     _guard(model, bound)
-    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh))
+    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh, cpu_offload=cpu_offload))
     return model
 
 

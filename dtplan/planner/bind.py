@@ -20,7 +20,6 @@ from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor,
 from dtplan.planner.match import Alike, alike_modules, rename_text, renamed
 from dtplan.planner.moves import Layouts, NoMove, input_move, layouts_for, output_move
 from dtplan.planner.placing import (
-    CUTS,
     Cut,
     PlacingError,
     chosen,
@@ -31,7 +30,9 @@ from dtplan.planner.placing import (
     named_tensors,
     place,
 )
-from dtplan.planner.units import bound_units, goes_on_later, is_whole
+from dtplan.planner.refusals import dead_rules, full_name, mixed_regions, nearest, split_ties, unruled
+from dtplan.planner.regions import Regions
+from dtplan.planner.units import bound_units, goes_on_later
 
 NO_PLAN = Plan(name="none", units={}, rules=(), files=("<no plan>",))
 
@@ -138,13 +139,16 @@ class _Binder:
         self.ties = _ties_of(model)
         self._tied_to = {name: tie[0] for tie in self.ties for name in tie[1:]}
         self._rule_of = {group.pattern: self._chosen(group) for group in self.groups}
+        self._regions = Regions(self._rule_of, self.units, tp)
 
     def modules(self) -> tuple[BoundModule, ...]:
         """Every module that a rule falls on or that owns state, bound."""
-        self._refuse_dead_rules()
+        self.findings += dead_rules(self.model, self.groups, self.rules)
+        self.findings += mixed_regions(self._regions)
         bound = [entry for group in self.groups if (entry := self._module(group)) is not None]
-        self._refuse_unruled()
-        self._refuse_split_ties(bound)
+        if self.plan is not NO_PLAN:
+            self.findings += unruled(self.groups, self._rule_of, self.plan.files[0])
+        self.findings += split_ties(self.ties, bound, self.plan.files[0])
         if self.tp > 1 and not self.findings and not any(t.placement != R for m in bound for t in m.tensors):
             message = (
                 f"nothing is sharded although tensor_parallel_degree is {self.tp}: every rank would hold everything"
@@ -175,7 +179,7 @@ class _Binder:
             hits = [name for name in names if paths.matches(pattern_, tuple(name.split(".")))]
             if not hits and self.plan.fsdp.at:
                 message = f"the FSDP unit `{'.'.join(pattern_)}` names nothing in the model"
-                self.findings.append(finding_at("DTP413", self.plan.fsdp.at, message, _nearest(pattern_, names)))
+                self.findings.append(finding_at("DTP413", self.plan.fsdp.at, message, nearest(pattern_, names)))
             found += hits
         return tuple(name for name in names if name in set(found))
 
@@ -200,7 +204,7 @@ class _Binder:
                 tensors=self._tensors(group, rule, tensors),
                 inputs=self._inputs(group, rule),
                 outputs=self._outputs(group, rule),
-                block=self._block_of(group, rule),
+                block=self._regions.block_of(group.pattern, rule),
                 shared=self._shared(group, rule),
                 localize=self._localized(group, rule),
                 later=self._later(rule, tensor_rules),
@@ -217,7 +221,7 @@ class _Binder:
         return None
 
     def _tensors(self, group: Alike, rule: Rule | None, tensors: list[tuple[str, Any]]) -> tuple[BoundTensor, ...]:
-        cuts = cuts_of(group, rule, whole=self._is_whole(rule))
+        cuts = cuts_of(group, rule, whole=self._regions.is_whole(rule))
         bound = []
         for name, tensor in tensors:
             cut = cuts[name]
@@ -232,7 +236,7 @@ class _Binder:
                 grad_sum=self._grad_is_summed(group, cut.rule or rule),
                 buffer=name in group.module._buffers,
             )
-            bound.append(_with_tie(entry, self._tied_to.get(_join(group.names[0], name))))
+            bound.append(_with_tie(entry, self._tied_to.get(full_name(group.names[0], name))))
         if rule is not None and any(not t.buffer and t.placement == R and not t.once for t in bound):
             self._require_grad_rule(group, rule, cuts)
         return tuple(bound)
@@ -240,18 +244,20 @@ class _Binder:
     def _grad_is_summed(self, group: Alike, rule: Rule | None) -> bool:
         if rule is None or rule.grad is not None:
             return rule is not None and rule.grad == "sum"
-        return rule.style == "norm" and self.layouts.residual != R and self._block_of(group, rule) is None
+        return (
+            rule.style == "norm" and self.layouts.residual != R and self._regions.block_of(group.pattern, rule) is None
+        )
 
     def _require_grad_rule(self, group: Alike, rule: Rule, cuts: Mapping[str, Cut]) -> None:
         """A whole parameter among cut ones sees a part of the work, so its gradient is a partial sum: say so."""
         if all(cut.rule is not None and cut.rule.grad is not None for cut in cuts.values()) or rule.grad is not None:
             return
-        if self._is_whole(rule):
+        if self._regions.is_whole(rule):
             return
-        region = self._region_of(group.pattern)
-        if region is not None and self._region_is_whole(region):
+        region = self._regions.around(group.pattern)
+        if region is not None and self._regions.stays_whole(region):
             return
-        if region is not None or self._has_cut_sibling(group):
+        if region is not None or self._regions.has_cut_siblings(group.pattern):
             where = (
                 f"inside `{region}`, whose input's gradient is summed" if region is not None else "beside cut layers"
             )
@@ -263,26 +269,18 @@ class _Binder:
                 "write `grad: sum` if it sees the rank's own heads or columns, else `grad: complete`",
             )
 
-    def _has_cut_sibling(self, group: Alike) -> bool:
-        parent = group.pattern.rpartition(".")[0]
-        siblings = [g for g in self.groups if g.pattern.rpartition(".")[0] == parent and g.pattern != group.pattern]
-        styles = {
-            rule.style for g in siblings if (rule := self._rule_of[g.pattern]) is not None and not self._is_whole(rule)
-        }
-        return bool(parent) and {"colwise", "rowwise"} <= styles
-
     def _inputs(self, group: Alike, rule: Rule | None) -> tuple[BoundMove, ...]:
         if rule is None:
             return ()
         moves: list[tuple[str | int, Move]] = list(rule.inputs)
         if rule.parallel_residual:
             moves = [(rule.parallel_residual, Move(dst=P))]
-        region = self._region_of(group.pattern)
+        region = self._regions.around(group.pattern)
         if not moves and rule.style == "colwise" and region is None and module_kind(group.module) != "Embedding":
             moves = [(0, Move(dst=R))]
-        if not moves and rule.style == "norm" and self._block_of(group, rule) is None:
+        if not moves and rule.style == "norm" and self._regions.block_of(group.pattern, rule) is None:
             moves = [(0, Move(dst=RESIDUAL))]
-        whole = rule.style == "replicate" or self._is_whole(rule) or self._region_is_whole(group.pattern)
+        whole = rule.style == "replicate" or self._regions.is_whole(rule) or self._regions.stays_whole(group.pattern)
         bound = []
         for value, move in moves:
             position, name = self._argument(group, rule, value)
@@ -296,7 +294,7 @@ class _Binder:
     def _outputs(self, group: Alike, rule: Rule | None) -> tuple[BoundMove, ...]:
         if rule is None:
             return ()
-        gives = default_output(rule.style, whole=self._is_whole(rule))
+        gives = default_output(rule.style, whole=self._regions.is_whole(rule))
         moves = list(rule.outputs)
         if not moves and (rule.style in ("rowwise", "vocab") or rule.parallel_residual):
             moves = [(None, Move(dst=RESIDUAL))]
@@ -345,50 +343,6 @@ class _Binder:
             wants += ["reads"] * bool(r.reads)
         return tuple(wants)
 
-    # --- where a module lies ---
-
-    def _region_of(self, pattern: str) -> str | None:
-        """The nearest module above whose rule prepares an input for cut work below it."""
-        while pattern:
-            pattern = pattern.rpartition(".")[0]
-            rule = self._rule_of.get(pattern)
-            if rule is None or rule.style == "replicate":
-                continue
-            if rule.parallel_residual or any(move.dst == R for _, move in rule.inputs):
-                return pattern
-        return None
-
-    def _block_of(self, group: Alike, rule: Rule | None) -> str | None:
-        """The parallel-residual block whose input this norm reads."""
-        region = self._region_of(group.pattern)
-        above = None if region is None else self._rule_of[region]
-        if rule is None or rule.style != "norm" or above is None or not above.parallel_residual:
-            return None
-        return region
-
-    def _region_is_whole(self, pattern: str) -> bool:
-        below = [
-            r for p, r in self._rule_of.items() if p.startswith(pattern + ".") and r is not None and r.style in CUTS
-        ]
-        wholes = [self._is_whole(r) for r in below]
-        if any(wholes) and not all(wholes):
-            message = f"{pattern}: some of its layers stay whole at degree {self.tp} and others are cut"
-            self._add(
-                "DTP405",
-                below[wholes.index(True)],
-                message,
-                "give their units the same `indivisible`, or choose another degree",
-            )
-        return bool(wholes) and all(wholes)
-
-    def _is_whole(self, rule: Rule | None) -> bool:
-        return is_whole(self._unit(rule), self.tp)
-
-    def _unit(self, rule: Rule | None) -> BoundUnit | None:
-        return None if rule is None or rule.unit is None else self.units.get(rule.unit)
-
-    # --- refusals ---
-
     def _chosen(self, group: Alike) -> Rule | None:
         try:
             return chosen(group.rules)
@@ -396,42 +350,8 @@ class _Binder:
             self._add(error.code, group.rules[-1], f"{group.pattern}: {error}", error.hint)
             return group.rules[0]
 
-    def _refuse_dead_rules(self) -> None:
-        hit = {rule.path for group in self.groups for rule in group.rules}
-        hit |= {rule.path for group in self.groups for rules in group.tensor_rules.values() for rule in rules}
-        names = [n for n, _ in self.model.named_modules() if n] + [n for n, _ in self.model.named_parameters()]
-        for rule in self.rules:
-            if rule.path not in hit and not rule.optional:
-                message = f"the rule `{rule.pattern}` names nothing in {type(self.model).__name__}"
-                self._add("DTP401", rule, message, _nearest(rule.path, names))
-
-    def _refuse_unruled(self) -> None:
-        if self.plan is NO_PLAN:
-            return
-        for group in self.groups:
-            if self._rule_of[group.pattern] is not None:
-                continue
-            missing = [(n, t) for n, t in named_tensors(group.module) if not group.tensor_rules.get(n)]
-            if missing:
-                owned = ", ".join(f"{n} {list(t.shape)}" for n, t in missing)
-                size = sum(t.numel() * t.element_size() for _, t in missing) * len(group.names)
-                message = f"no rule for `{group.pattern}` ({module_kind(group.module)}: {owned}; {size:,} bytes in all)"
-                hint = f"add `{group.pattern}: replicate` to keep it whole on every rank, or a style that cuts it"
-                found = Diagnostic(code="DTP403", file=self.plan.files[0], message=message, hint=hint)
-                self.findings.append(found)
-
-    def _refuse_split_ties(self, bound: list[BoundModule]) -> None:
-        where = {_join(name, t.name): (m, t) for m in bound for name in m.names for t in m.tensors}
-        for tie in self.ties:
-            placed = [(name, *where[name]) for name in tie if name in where]
-            layouts = {tensor.placement for _, _, tensor in placed}
-            if len(layouts) > 1:
-                spelled = " and ".join(
-                    f"{name} is {tensor.placement} ({module.rule})" for name, module, tensor in placed
-                )
-                message = f"{' and '.join(tie)} are one tensor, but {spelled}"
-                hint = "give both ends rules that place them alike: `vocab` for the embedding, `colwise` for the head"
-                self.findings.append(Diagnostic(code="DTP409", file=self.plan.files[0], message=message, hint=hint))
+    def _unit(self, rule: Rule | None) -> BoundUnit | None:
+        return None if rule is None or rule.unit is None else self.units.get(rule.unit)
 
     def _add(self, code: str, rule: Rule | None, message: str, hint: str = "") -> None:
         if rule is None:
@@ -442,10 +362,6 @@ class _Binder:
 
 def _with_tie(entry: BoundTensor, tied_to: str | None) -> BoundTensor:
     return entry if tied_to is None else dataclasses.replace(entry, tied_to=tied_to)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _ties_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -459,10 +375,3 @@ def _ties_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 def _forward_arguments(module: nn.Module) -> list[str]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in positional]
-
-
-def _nearest(path: paths.Segments, names: Iterable[str]) -> str:
-    """The real path that is closest to a dead one, with the plan's `*` put back."""
-    as_patterns = {".".join("*" if s.isdecimal() and "*" in path else s for s in name.split(".")) for name in names}
-    hint = did_you_mean(".".join(path), sorted(as_patterns))
-    return hint or "compare with `dtplan show`, or mark the rule `optional: true`"

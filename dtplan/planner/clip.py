@@ -16,7 +16,7 @@ Axis = tuple[str, str]
 """An axis' name and its group's; ranks sort by it alike, since their axes have the same names."""
 Axes = frozenset[Axis]
 """The axes over which a gradient is cut."""
-_PIECE = 1 << 16
+_PIECE = 1 << 13
 """Elements that a CPU adds up in one go: in one go, torch's norm of 3e7 float32 numbers is off by 2e-3."""
 
 

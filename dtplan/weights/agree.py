@@ -14,33 +14,16 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from traceback import format_exception_only
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dtplan._errors import WeightsError
+from dtplan.planner.agreement import gather_objects, rank_and_world
 
 __all__ = ["Attempt", "agree", "agreed", "gather_objects", "meet", "rank_and_world"]
 
 T = TypeVar("T")
-
-
-def rank_and_world() -> tuple[int, int]:
-    """This rank and the number of ranks of the default process group; ``(0, 1)`` without one."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def gather_objects(value: T) -> list[T]:
-    """``value`` of every rank, by rank. Collective over the default group."""
-    _, world = rank_and_world()
-    if world == 1:
-        return [value]
-    values: list[Any] = [None] * world
-    dist.all_gather_object(values, value)
-    return values
 
 
 class Attempt(AbstractContextManager["Attempt"]):

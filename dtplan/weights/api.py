@@ -22,7 +22,8 @@ def load(
 ) -> LoadReport:
     """Read a Hugging Face safetensors folder into a parallelized model; each rank reads what it keeps.
 
-    Collective over all ranks. A model on the meta device gets its storage first. Stored dtypes are converted
+    Collective over all ranks. A model on the meta device gets its storage first, on ``device`` (default: the
+    mesh's, or the host under ``cpu_offload``). Stored dtypes are converted
     to the parameters'. Tied tensors and the head's other names are understood.
 
     Raises:
@@ -30,7 +31,9 @@ def load(
             (``strict``: also missing and unexpected names).
         ApplyError: the model is not parallelized.
     """
-    return load_checkpoint(model, folder, aliases=applied(model).bound.aliases, strict=strict, device=device)
+    done = applied(model)
+    device = "cpu" if device is None and done.cpu_offload else device
+    return load_checkpoint(model, folder, aliases=done.bound.aliases, strict=strict, device=device)
 
 
 def save(
