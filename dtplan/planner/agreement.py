@@ -29,18 +29,15 @@ def together(step: Callable[[], Any]) -> Any:
         result = step()
     except Exception as caught:  # noqa: BLE001 - exchanged, then raised
         error = caught
-    said = gather_objects(None if error is None else (type(error), str(error)))
-    failed = [(rank, entry) for rank, entry in enumerate(said) if entry is not None]
-    if not failed:
-        return result
+    told = error
     if error is not None and not isinstance(error, DtplanError):
+        told = ApplyError(f"rank {rank_and_world()[0]} failed: {type(error).__name__}: {error}")
+    first = next((said for said in gather_objects(told) if said is not None), None)
+    if first is None:
+        return result
+    if error is not None and (told is not error or str(error) == str(first)):
         raise error
-    rank, (kind, text) = failed[0]
-    if not issubclass(kind, DtplanError):
-        raise ApplyError(f"rank {rank} failed: {text}") from error
-    if error is not None and str(error) == text:
-        raise error
-    raise _same(kind, text) from error
+    raise first from error
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -58,12 +55,6 @@ def gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * world
     dist.all_gather_object(values, value)
     return values
-
-
-def _same(kind: type[DtplanError], text: str) -> DtplanError:
-    error = kind.__new__(kind)
-    Exception.__init__(error, text)
-    return error
 
 
 def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
