@@ -15,7 +15,7 @@ from rich.text import Text
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor
 from dtplan.planner.ledger import Entry, Ledger
 
-_WIDE = 150
+_WIDE = 240
 
 
 def as_json(bound: BoundPlan, book: Ledger) -> dict[str, Any]:
