@@ -80,9 +80,12 @@ def test_logits_and_every_gradient_are_exact(name, sequence_parallel):
     assert largest_error(name, load_plan(plan_file(name)), sequence_parallel=sequence_parallel) <= BOUND
 
 
-def test_a_variant_of_starcoder_with_many_kv_heads_is_exact():
-    plan = load_plan(plan_file("gpt_bigcode"))
-    assert largest_error("gpt_bigcode", plan, config=MULTI_HEAD_STARCODER) <= BOUND
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
+def test_a_starcoder_with_many_kv_heads_is_exact(sequence_parallel):
+    """The other variant of its plan."""
+    plan, config = load_plan(plan_file("gpt_bigcode")), MULTI_HEAD_STARCODER
+    error = largest_error("gpt_bigcode", plan, config=config, sequence_parallel=sequence_parallel)
+    assert error <= BOUND
 
 
 FAULTS = {
