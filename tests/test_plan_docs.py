@@ -1,0 +1,62 @@
+"""The reference of the plan language: its examples are plans, and it leaves nothing out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dtplan._errors import PlanError
+from dtplan.plan.grammar import ACTIVATIONS, PLAN_KEYS, TE_KEYS, TE_LAYERS
+from dtplan.plan.library import builtin_plans
+from dtplan.plan.read import parse_plan
+from dtplan.plan.rule_grammar import RULE_KEYS, STYLES
+from tests.families import FOLDER
+from tests.test_family_plans import LATER
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "plan-language.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+OF_A_WHOLE_PLAN = {"DTP302", "DTP305", "DTP306", "DTP308"}
+"""Findings that a piece of a plan may have: units that it does not declare, modules that it has no rules for."""
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_a_plan_or_a_piece_of_one(example):
+    if "dtplan: 1" in example:
+        assert parse_plan(example).rules
+        return
+    try:
+        parse_plan("dtplan: 1\n" + example)
+    except PlanError as error:
+        found = {finding.code for finding in error.diagnostics}
+    else:
+        found = set()
+    assert found <= OF_A_WHOLE_PLAN
+
+
+def test_examples_that_say_the_same():
+    nested, flat = (parse_plan("dtplan: 1\n" + example) for example in EXAMPLES[1:3])
+    assert nested.digest == flat.digest
+
+
+def test_every_word_of_the_language_is_there():
+    words = [*PLAN_KEYS, *RULE_KEYS, *STYLES, *TE_KEYS, *TE_LAYERS]
+    words += ["keep", "sum", "gather", "slice", "scatter", "residual", "logits", "global_shape", "sum_grad_of_last"]
+    words += ["error", "uneven", "replicate", "replicate_kv", "count", "width", "whole"]
+    assert [word for word in words if f"`{word}" not in PAGE] == []
+    assert [word for word in ACTIVATIONS if word not in PAGE] == []
+
+
+def test_every_plan_is_in_the_table_with_what_it_waits_for():
+    rows = {row.split("`")[-2]: row for row in PAGE.splitlines() if row.startswith("|") and ".yaml` |" in row}
+    shipped: dict[str, set[str]] = {f"plans/{name}.yaml": set() for name in builtin_plans()}
+    odd = {f"tests/plans/{path.stem}.yaml": LATER.get(path.stem, set()) for path in FOLDER.glob("*.yaml")}
+    assert rows.keys() == (shipped | odd).keys()
+    for plan, waits in (shipped | odd).items():
+        today = rows[plan].split("|")[-2].strip()
+        words = {wanted.removesuffix(" of a fused dim").removeprefix("style ") for wanted in waits}
+        assert today.startswith("refused" if waits else "exact"), plan
+        assert all(word in today for word in words), plan
+        assert all(f"| `{word}`" in PAGE for word in words), "what is not applied yet"
