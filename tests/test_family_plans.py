@@ -134,6 +134,13 @@ def largest_error(
     return max(error for each in found for name, error in each.items() if name not in zero)
 
 
+def test_sections_that_do_not_make_up_the_dim_are_refused():
+    text = plan_file("phi3").read_text(encoding="utf-8").replace("[head, kv_head, kv_head]", "[head, head, kv_head]")
+    with pytest.raises(BindError, match=r"not made of head 4 \+ head 4 \+ kv_head 2 units") as caught:
+        dtplan.bind(on_meta("phi3"), parse_plan(text), tp=2)
+    assert [finding.code for finding in caught.value.diagnostics] == ["DTP408"]
+
+
 def test_gemma_s_embedding_is_a_class_of_its_own():
     """It scales its rows, which `vocab` cannot know; the plan says that it is like an embedding otherwise."""
     text = plan_file("gemma2").read_text(encoding="utf-8").replace("like: Embedding, ", "")

@@ -159,10 +159,7 @@ def _root(source: Source, text: str) -> yaml.Node | None:
         raise PlanError([source.finding(refused.code, refused.mark, refused.message, refused.hint)]) from None
     except yaml.MarkedYAMLError as error:
         raise PlanError([_syntax_finding(source, error)]) from None
-    except (
-        ValueError,
-        OverflowError,
-    ):  # PyYAML lets those of int() and chr() through: "\U99999999", %YAML 9...
+    except (ValueError, OverflowError):  # of int() and chr(), which PyYAML lets through: "\U99999999"
         message, hint = "not YAML: a number out of range", "remove the escape or the directive"
         raise PlanError([source.finding("DTP104", loader.get_mark(), message, hint)]) from None
     finally:

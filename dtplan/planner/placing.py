@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from dtplan.plan.spec import RESIDUAL, Layout, P, R, Rule, S
+from dtplan.plan.spec import RESIDUAL, Layout, P, R, Rule, S, Section
 from dtplan.planner.bound import BoundTensor, BoundUnit
 from dtplan.planner.collectives import chunk_sizes
 from dtplan.planner.match import Alike
@@ -144,7 +144,10 @@ def place(
         dim = cut.dim + len(shape) if cut.dim < 0 else cut.dim
         if not 0 <= dim < len(shape):
             raise PlacingError("DTP408", f"`{name}` has {len(shape)} dims {list(shape)}, there is no dim {cut.dim}")
-        _check_units(name, shape, dim, units.get(unit_name or ""), tp)
+        if cut.rule is not None and cut.rule.sections:
+            _check_sections(name, shape, dim, cut.rule.sections, units)
+        else:
+            _check_units(name, shape, dim, units.get(unit_name or ""), tp)
         placement = S(dim)
         local = (*shape[:dim], chunk_sizes(shape[dim], tp)[0], *shape[dim + 1 :])
     return BoundTensor(
@@ -172,6 +175,22 @@ def _check_units(name: str, shape: tuple[int, ...], dim: int, unit: BoundUnit | 
             f"`{name}` {list(shape)}: dim {dim} of size {size} is not a whole number of {unit.count} {unit.name} units"
         )
         raise PlacingError("DTP408", message, f"{unit.name} is counted by `{unit.field}`: is it the unit of this dim?")
+
+
+def _check_sections(
+    name: str, shape: tuple[int, ...], dim: int, sections: tuple[Section, ...], units: Mapping[str, BoundUnit]
+) -> None:
+    """The units of sections without a ``width`` are alike, so the dim is a whole number of them."""
+    uncounted = any(section.unit is not None and section.unit not in units for section in sections)  # DTP406
+    if uncounted or any(section.width for section in sections):
+        return
+    counts = [section.count or units[section.unit or ""].count for section in sections]
+    if shape[dim] % sum(counts):
+        parts = " + ".join(
+            f"{section.unit or 'whole'} {count}" for section, count in zip(sections, counts, strict=True)
+        )
+        message = f"`{name}` {list(shape)}: dim {dim} of size {shape[dim]} is not made of {parts} units of one width"
+        raise PlacingError("DTP408", message, "name a section for each part of the dim, in order")
 
 
 def default_output(style: str | None, *, whole: bool) -> Layout:
