@@ -46,7 +46,7 @@ def t0(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**given, **changes})
 
 
-def model_of(config: Any, *, seed: int = 0, meta: bool = False) -> nn.Module:
+def model_of(config: Any, *, seed: int = 0, meta: bool = False) -> Any:
     """The model as transformers initialises it under a seed, or on the meta device."""
     if meta:
         with torch.device("meta"):

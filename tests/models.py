@@ -53,7 +53,7 @@ def drawing(seed: int) -> Iterator[None]:
         yield
 
 
-def build(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+def build(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     """A live model with all parameters drawn from a normal distribution; the same on ranks that are threads."""
     with drawing(seed):
         model: nn.Module = AutoModelForCausalLM.from_config(config).to(dtype)
@@ -62,7 +62,7 @@ def build(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch
     return model
 
 
-def on_meta(config: PretrainedConfig) -> nn.Module:
+def on_meta(config: PretrainedConfig) -> Any:
     """The model on the meta device."""
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)

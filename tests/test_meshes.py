@@ -98,7 +98,7 @@ def test_the_same_over_real_processes(pool: GlooPool, name: str, mesh: str, opti
         {"reshard_after_forward": False},
         {"cpu_offload": True},
     ],
-    ids=lambda options: "-".join(options),
+    ids="-".join,
 )
 def test_options_compose_with_fsdp(options: dict[str, Any]) -> None:
     _assert_exact(simulated_ranks(4, _errors_on_rank, CONFIGS["neox"], MESHES["shard2-tp2"], options))
@@ -140,7 +140,11 @@ def _dtypes_on_rank(rank: int) -> dict[str, set[str]]:
     )
     seen: set[str] = set()
     linear = sharded.get_submodule("model.layers.0.mlp.up_proj")
-    linear.register_forward_hook(lambda _module, _args, out: seen.add(str(out.dtype)))  # noqa: PLW0108 - None
+
+    def note(_module: object, _args: object, out: torch.Tensor) -> None:
+        seen.add(str(out.dtype))
+
+    linear.register_forward_hook(note)
     sharded(**batch(llama())).loss.backward()
     return {
         "computed": seen,
@@ -160,7 +164,7 @@ def test_mixed_precision_computes_in_bf16_and_keeps_float32() -> None:
         }
 
 
-def _layout_on_rank(rank: int) -> tuple[set[tuple[str, ...]], list[str], bool]:
+def _layout_on_rank(rank: int) -> tuple[set[Any], list[str], bool]:
     mesh = _mesh({"replicate": 2, "shard": 1, "tp": 2})
     sharded = dtplan.parallelize(build(llama()), mesh)
     axes = {p.device_mesh.mesh_dim_names for p in sharded.parameters() if isinstance(p, DTensor)}
@@ -193,7 +197,7 @@ def _three_adamw_steps_on_rank(
             dtplan.clip_grad_norm_(run, 0.5)
             optimizer.step()
     pairs = zip(reference.parameters(), sharded.parameters(), strict=True)
-    return max(((a - b.full_tensor()).abs().max() / a.abs().max()).item() for a, b in pairs)  # type: ignore[operator]
+    return max(((a - b.full_tensor()).abs().max() / a.abs().max()).item() for a, b in pairs)
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["", "sequence-parallel"])

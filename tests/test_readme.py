@@ -86,7 +86,6 @@ def test_the_plan_is_a_plan() -> None:
 
 def test_the_outputs_are_real(tmp_path: Path) -> None:
 
-
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA_70B))
     shown = shell("show", "llama", "--model", str(config), "--tp", "8").stdout

@@ -67,9 +67,7 @@ class SumBothWays(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gathered = ops.wait_tensor(ops.all_gather_into_tensor(grad.contiguous(), 2, ctx.group))
-        return ops.wait_tensor(
-            ops.reduce_scatter_tensor(gathered * (1 + dist.get_rank()), "sum", 2, ctx.group)
-        ), None
+        return ops.wait_tensor(ops.reduce_scatter_tensor(gathered * (1 + dist.get_rank()), "sum", 2, ctx.group)), None
 
 
 def backward(rank, failing=-1):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
@@ -38,19 +37,18 @@ CONFIGS = {
 }
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
     """The global tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def build(config: Any, dtype: torch.dtype) -> nn.Module:
+def build(config: Any, dtype: torch.dtype) -> Any:
     """The same live model on every rank."""
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config).to("cuda", dtype)
-    return model
+    return AutoModelForCausalLM.from_config(config).to("cuda", dtype)
 
 
-def gaps(model: nn.Module, reference: nn.Module, data: dict[str, torch.Tensor]) -> dict[str, float]:
+def gaps(model: Any, reference: Any, data: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative errors of loss, gradient norm and the worst gradient."""
     loss = model(**data).loss
     loss.backward()
@@ -91,7 +89,7 @@ def composed() -> None:
         ids = torch.randint(0, 1001, (2, 64), generator=torch.Generator().manual_seed(1)).cuda()
         model = build(CONFIGS["llama"], torch.float32)
         reference = copy.deepcopy(model)
-        sharded = dtplan.parallelize(model.cpu() if "cpu_offload" in options else model, mesh, **options)  # type: ignore[arg-type]
+        sharded = dtplan.parallelize(model.cpu() if "cpu_offload" in options else model, mesh, **options)
         found = gaps(sharded, reference, {"input_ids": ids, "labels": ids})
         report(f"llama shard{axes[0]} tp{axes[1]} {options}", found, 1e-4 if "cpu_offload" in options else 5e-2)
 
