@@ -175,8 +175,7 @@ def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: 
             if tensor.grad == "sum" and tensor.trainable:
                 unit = next((unit for unit in units if name == unit or name.startswith(unit + ".")), "")
                 scope = scopes.setdefault(unit, Scope())
-                scope.owners.append((owner, tensor.name))
-                tp.scopes[id(owner)] = scope
+                scope.owners.append((owner, tensor.name, tp.views[name]))
     for unit, scope in scopes.items():
         target = model.get_submodule(unit)
         target.forward = _in_scope(target.forward, scope, tp)

@@ -27,6 +27,10 @@ from dtplan.planner.collectives import Group
 Forward = Callable[..., Any]
 
 
+Views = dict[str, Tensor]
+"""Of one module: its parameters by name, as a scope that is entered read them; empty outside."""
+
+
 @dataclass(slots=True)
 class Scope:
     """Whole parameters of one stretch of forward whose gradients are summed over ranks in one all-reduce.
@@ -34,23 +38,22 @@ class Scope:
     Entered around the forward of an FSDP unit, or of the model; modules inside take their views from it.
     """
 
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    views: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    owners: list[tuple[nn.Module, str, Views]] = field(default_factory=list)
 
     @contextmanager
     def entered(self, tp: Tp) -> Iterator[None]:
         """Read all parameters of the scope through one autograd node."""
-        if not self.owners:
-            yield
-            return
-        held = [tp.local(module, name) for module, name in self.owners]
-        views = coll.sum_grads(held, tp.group)
-        before = self.views
-        self.views = {(id(module), name): view for (module, name), view in zip(self.owners, views, strict=True)}
+        held = [tp.local(module, name) for module, name, _ in self.owners]
+        read = coll.sum_grads(held, tp.group) if held else []
+        before = [dict(views) for _, _, views in self.owners]
+        for (_, name, views), view in zip(self.owners, read, strict=True):
+            views[name] = view
         try:
             yield
         finally:
-            self.views = before
+            for (_, _, views), then in zip(self.owners, before, strict=True):
+                views.clear()
+                views.update(then)
 
 
 @dataclass(slots=True)
@@ -72,8 +75,8 @@ class Tp:
     made: dict[str, nn.Parameter] = field(default_factory=dict)
     """Full name -> its new parameter, for the other names of a tied one."""
     blocks: dict[str, BlockInput] = field(default_factory=dict)
-    scopes: dict[int, Scope] = field(default_factory=dict)
-    """Module -> the scope that sums its gradients."""
+    views: dict[str, Views] = field(default_factory=dict)
+    """Full module name -> what an entered scope read for it."""
 
     def local(self, module: nn.Module, name: str) -> Tensor:
         """The rank's own part of a parameter as a plain tensor through which gradients flow.
@@ -137,7 +140,7 @@ def wrap(module: nn.Module, bound: BoundModule, name: str, tp: Tp) -> None:
     if bound.kind == "Embedding" and bound.tensors and bound.tensors[0].placement.dim == 0:
         forward = vocab_forward(module, forward, tp.group)
     if any(not tensor.buffer for tensor in bound.tensors):
-        forward = with_local_parameters(module, forward, bound, tp)
+        forward = with_local_parameters(module, forward, bound, tp, tp.views.setdefault(name, {}))
     if bound.block is not None:
         depth = bound.block.count(".") + 1
         block = tp.blocks.setdefault(".".join(name.split(".")[:depth]), BlockInput())
@@ -152,8 +155,8 @@ def wrap(module: nn.Module, bound: BoundModule, name: str, tp: Tp) -> None:
         module.forward = functools.wraps(before)(forward)
 
 
-def with_local_parameters(module: nn.Module, inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
-    """Run ``inner`` while the module's parameters are local tensors."""
+def with_local_parameters(module: nn.Module, inner: Forward, bound: BoundModule, tp: Tp, views: Views) -> Forward:
+    """Run ``inner`` while the module's parameters are local tensors; summed ones are in ``views`` inside a scope."""
     names = [t.name for t in bound.tensors if not t.buffer]
     once = {t.name for t in bound.tensors if t.once}
     summed = {t.name for t in bound.tensors if t.grad == "sum" and t.trainable}
@@ -161,8 +164,7 @@ def with_local_parameters(module: nn.Module, inner: Forward, bound: BoundModule,
 
     def view(name: str) -> Tensor:
         if name in summed:
-            scope = tp.scopes.get(id(module))
-            shared = None if scope is None else scope.views.get((id(module), name))
+            shared = views.get(name)
             return coll.sum_grads([tp.local(module, name)], tp.group)[0] if shared is None else shared
         local = tp.local(module, name)
         return coll.place(local, tp.group) if name in once else local
