@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import dtplan
+from dtplan.prove.oracle import whole
 from tests.models import drawing
 
 HEAD = "dtplan: 1\nunits: {vocab: {field: vocab_size, indivisible: uneven}}\nrules:\n"
@@ -60,6 +61,11 @@ def model_of(config: Any, *, seed: int = 0, meta: bool = False) -> Any:
 def ids_of(config: Any, rows: int = 2, length: int = 8, seed: int = 1) -> Tensor:
     """Random tokens [rows, length]."""
     return torch.randint(0, config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gap(found: Any, truth: Any) -> float:
+    """Largest difference of two tensors, either of which may be a DTensor."""
+    return float((whole(found.detach()) - whole(truth.detach())).abs().max())
 
 
 def plan_with(base: str, **replaced: str) -> dtplan.Plan:

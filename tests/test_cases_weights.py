@@ -19,7 +19,7 @@ import dtplan
 from dtplan import WeightsError
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
-from tests.cases import ids_of, model_of, t0
+from tests.cases import gap, ids_of, model_of, t0
 from tests.models import neox
 
 
@@ -44,10 +44,10 @@ def _tied_on_rank(rank: int, folder: str) -> tuple[bool, bool, float]:
     config = t0(tie_word_embeddings=True)
     model, ids = _loaded(config, folder), ids_of(config)
     before = model.lm_head.weight is model.model.embed_tokens.weight
-    gap = float((model.lm_head.weight.full_tensor() - model_of(config).lm_head.weight).detach().abs().max())
+    distance = gap(model.lm_head.weight, model_of(config).lm_head.weight)
     model(ids, labels=ids).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return before, model.lm_head.weight is model.model.embed_tokens.weight, gap
+    return before, model.lm_head.weight is model.model.embed_tokens.weight, distance
 
 
 def test_b28_a_tie_made_on_meta_is_one_parameter_after_loading_and_a_step(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def _one_row_on_rank(rank: int, source: str, target: str) -> tuple[list[int], fl
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
     dtplan.save(model, target)
     weight: Any = model.score.weight
-    return rows, norm.item(), float(weight.full_tensor().sum())
+    return rows, norm.item(), float(weight.detach().full_tensor().sum())
 
 
 def test_b36_ranks_without_a_row_load_clip_step_and_save(pool: GlooPool, tmp_path: Path) -> None:
