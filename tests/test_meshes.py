@@ -104,10 +104,11 @@ def test_options_compose_with_fsdp(options: dict[str, Any]) -> None:
     _assert_exact(simulated_ranks(4, _errors_on_rank, CONFIGS["neox"], MESHES["shard2-tp2"], options))
 
 
-def _checkpointed_on_rank(rank: int, config: PretrainedConfig, every: int) -> tuple[float, list[str]]:
+def _checkpointed_on_rank(rank: int, config: PretrainedConfig, every: int) -> tuple[float, list[str], list[int]]:
     """Case B103: gradients with recomputation equal those without, bit for bit, in bf16 and float32."""
     data = batch(config)
     grads = {}
+    calls = [0] * config.num_hidden_layers
     for activation_checkpointing in (False, every):
         sharded = dtplan.parallelize(
             build(config, dtype=torch.float32),
@@ -116,19 +117,28 @@ def _checkpointed_on_rank(rank: int, config: PretrainedConfig, every: int) -> tu
             sequence_parallel=True,
             activation_checkpointing=activation_checkpointing,
         )
+        for index, unit in enumerate(dtplan.applied(sharded).bound.fsdp_units):
+
+            def called(*_: object, index: int = index) -> None:
+                calls[index] += 1
+
+            sharded.get_submodule(f"{unit}.mlp").register_forward_pre_hook(called)
         sharded(**data).loss.backward()
         grads[activation_checkpointing] = {n: p.grad.full_tensor() for n, p in sharded.named_parameters()}
     plain, recomputed = grads[False], grads[every]
     differing = [name for name in plain if not torch.equal(plain[name], recomputed[name])]
-    return max(g.abs().max().item() for g in plain.values()), differing
+    return max(g.abs().max().item() for g in plain.values()), differing, calls
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_b103_recomputation_changes_no_gradient(name: str, every: int) -> None:
-    for largest, differing in simulated_ranks(4, _checkpointed_on_rank, CONFIGS[name], every):
+    once_without, twice_with = 1, 2
+    for largest, differing, calls in simulated_ranks(4, _checkpointed_on_rank, CONFIGS[name], every):
         assert largest > 0
         assert differing == []
+        recomputed = [index % every == 0 for index in range(2)]
+        assert calls == [once_without + (twice_with if again else 1) for again in recomputed]
 
 
 def _dtypes_on_rank(rank: int) -> dict[str, set[str]]:
