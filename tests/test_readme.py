@@ -67,7 +67,7 @@ def test_the_commands_run(folder: Path) -> None:
 
 
 def test_the_make_targets_exist() -> None:
-    """`make test` is what runs this test; `make demo` has a test of its own in test_examples.py."""
+    """`make test` is what runs this test; `make demo` runs what test_demo.py runs."""
     (block,) = [block for block in blocks("sh") if "make" in block]
     targets = re.findall(r"^make (\w+)", block, re.MULTILINE)
     assert targets == ["demo", "test"]
