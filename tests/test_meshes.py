@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 import dtplan
+from dtplan.planner.fsdp import precision
 from dtplan.prove.oracle import BOUND, errors, outcome, relative_error, whole
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
@@ -218,3 +219,12 @@ def test_b56_three_optimizer_steps_equal_the_unsharded_run(
 ) -> None:
     found = simulated_ranks(4, _three_adamw_steps_on_rank, CONFIGS[name], shape, options)
     assert max(found) <= BOUND, found
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_mixed_precision_reduces_in_float32(word: str, dtype: torch.dtype) -> None:
+    policy = precision(word)
+    assert policy is not None
+    assert (policy.param_dtype, policy.reduce_dtype) == (dtype, torch.float32)
+    with pytest.raises(dtplan.DegreesError, match="give 'bf16', 'fp16'"):
+        precision("bf8")
