@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +32,7 @@ class Evidence:
 
     walk: Walk = field(default_factory=Walk)
     grads: dict[str, Tensor] = field(default_factory=dict)
+    logits: torch.Size | None = None
     error: Exception | None = None
 
 
@@ -55,6 +57,7 @@ def _watch(rank: int, job: Job, ranks: list[Evidence]) -> None:
         batch, _ = part_of(job, rank)
         with float64_casts(), seen.walk.of(sharded):
             logits = sharded(input_ids=batch["input_ids"], use_cache=False).logits
+        seen.logits = logits.shape
         with float64_casts():
             causal_lm_loss(logits, batch["labels"]).backward()
     except Exception as error:
@@ -111,6 +114,8 @@ class _Case:
             advice = "reduce it: `output: residual` (or R)"
         elif found.kind == TIMES:
             advice = "each rank adds the same term before a sum over ranks: a bias there wants `once: true`"
+        elif whole_ones := self._added_by_all(name):
+            advice = f"every rank adds {', '.join(whole_ones)} before the sum over ranks: write `once: true` there"
         elif sums:
             advice = (
                 f"`{sums}` ({self._rule(sums)}) leaves its output as a sum over ranks that is not done (P), and code "
@@ -131,6 +136,13 @@ class _Case:
         own = self.modules.get(name)
         below = [m for n, m in self.modules.items() if n.startswith(name + ".")]
         return not (own and own.outputs) and any(move.dst.word == "P" for m in below for move in m.outputs)
+
+    def _added_by_all(self, name: str) -> list[str]:
+        """Whole parameters of a module whose output is a sum over ranks."""
+        module = self.modules.get(name)
+        if module is None or not any(move.op in ("reduce", "scatter") for move in module.outputs):
+            return []
+        return [f"`{t.name}`" for t in module.tensors if not t.buffer and t.placement.dim is None and not t.once]
 
     def _blocks(self, name: str) -> int:
         module = self.modules.get(name)
@@ -250,8 +262,10 @@ def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth
     seen = next((rank for rank in ranks if rank.error is not None), Evidence(error=caught))
     text = f"{type(caught).__name__}: {(str(caught).strip().splitlines() or [''])[0]}"
     if not seen.walk.inside:
-        place = "backward" if seen.walk.finished else "sharding the model"
-        return Finding(name="the model", what="crash", kind="crash", says=f"while {place}: {text}")
+        place = "while sharding the model"
+        if seen.logits is not None:
+            place = f"after the last module, in the loss or in backward; its logits are {list(seen.logits)}"
+        return Finding(name="the model", what="crash", kind="crash", says=f"{place}: {text}")
     call = seen.walk.inside[-1]
     name = call.split("#")[0]
     rules: Mapping[str, str] = {n: m.rule for m in bound.modules for n in m.names}
