@@ -65,13 +65,13 @@ def mutants_of(rule: Rule) -> Iterator[tuple[str, Rule | None]]:  # noqa: PLR091
             yield "input kept", changed(inputs=((value, KEEP),))
         if move.dst == RESIDUAL:
             yield "input whole", changed(inputs=((value, dataclasses.replace(move, dst=R)),))
-    for value, move in rule.outputs:
+    for position, move in rule.outputs:
         if move.dst in (RESIDUAL, P):
-            yield "output whole", changed(outputs=((value, dataclasses.replace(move, dst=R)),))
+            yield "output whole", changed(outputs=((position, dataclasses.replace(move, dst=R)),))
         if move.dst == LOGITS:
-            yield "logits left cut", changed(outputs=((value, KEEP),))
+            yield "logits left cut", changed(outputs=((position, KEEP),))
         if move.global_shape:
-            yield "local shape shown", changed(outputs=((value, dataclasses.replace(move, global_shape=False)),))
+            yield "local shape shown", changed(outputs=((position, dataclasses.replace(move, global_shape=False)),))
 
 
 def mutants(plan: Plan, use_parallel_residual: bool | None) -> Iterator[tuple[str, Plan]]:

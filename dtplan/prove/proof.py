@@ -109,31 +109,34 @@ def prove_model(
 
     Without ``explain`` a refuted leg is not run again to say why.
     """
-    unsharded = make()
-    length = _length(leg.tp for leg in legs)
-    batch = token_batch(unsharded.config, rows=_ROWS, length=length, seed=seed)
-    walk, truth, stepped = _unsharded_run(unsharded, batch)
-    largest = max(grad.abs().max().item() for grad in truth.grads.values())
-    zero = frozenset(name for name, grad in truth.grads.items() if grad.abs().max().item() <= _ZERO * largest)
+    job, walk = job_of(make(), plan, legs[0], legs, seed=seed)
     on_leg(None, len(legs))
     results = []
     for leg in legs:
-        job = Job(model=unsharded, batch=batch, plan=plan, leg=leg, truth=truth, stepped=stepped, zero=zero)
-        results.append(_run(job, walk if explain else None))
+        results.append(_run(dataclasses.replace(job, leg=leg), walk if explain else None))
         on_leg(results[-1], len(legs))
     return Proof(
         plan=given,
         digest=plan.digest,
         model=model,
-        architecture=type(unsharded).__name__,
+        architecture=type(job.model).__name__,
         seed=seed,
         bound=BOUND,
-        batch=(_ROWS, length),
+        batch=(_ROWS, job.batch["input_ids"].shape[1]),
         versions=_versions(),
         choices=choices,
         legs=tuple(results),
-        zero_gradients=tuple(sorted(zero)),
+        zero_gradients=tuple(sorted(job.zero)),
     )
+
+
+def job_of(model: nn.Module, plan: Plan, leg: Leg, legs: Sequence[Leg], *, seed: int) -> tuple[Job, Walk]:
+    """What ranks of ``leg`` need to know, the truth included; the batch is the same for all ``legs``."""
+    batch = token_batch(model.config, rows=_ROWS, length=_length(leg.tp for leg in legs), seed=seed)
+    walk, truth, stepped = _unsharded_run(model, batch)
+    largest = max(grad.abs().max().item() for grad in truth.grads.values())
+    zero = frozenset(name for name, grad in truth.grads.items() if grad.abs().max().item() <= _ZERO * largest)
+    return Job(model=model, batch=batch, plan=plan, leg=leg, truth=truth, stepped=stepped, zero=zero), walk
 
 
 def _length(degrees: Iterable[int]) -> int:

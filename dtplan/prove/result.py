@@ -108,11 +108,16 @@ class Proof:
         """0 proved, 1 refuted, 2 not run."""
         return {"proved": 0, "refuted": 1, "not run": 2}[self.verdict]
 
-    def replay(self, leg: Leg) -> str:
-        """One command that runs ``leg`` again (and its companions, where switches come in pairs)."""
-        parts = ["dtplan", "prove", self.plan, "--model", self.model, "--tp", str(leg.tp)]
-        parts += ["--sequence-parallel", "on" if leg.sequence_parallel else "off", "--seed", str(self.seed)]
-        parts += ["--fsdp"] * (leg.shard * leg.replicate > 1)
+    @property
+    def replay(self) -> str:
+        """One command that runs all of it again; the degrees and the seed decide the shrunken model."""
+        legs = [result.leg for result in self.legs]
+        degrees = ",".join(map(str, sorted({leg.tp for leg in legs})))
+        switches = {leg.sequence_parallel for leg in legs}
+        switch = "both" if len(switches) > 1 else ("on" if True in switches else "off")
+        parts = ["dtplan", "prove", self.plan, "--model", self.model, "--tp", degrees]
+        parts += ["--sequence-parallel", switch, "--seed", str(self.seed)]
+        parts += ["--fsdp"] * any(leg.shard * leg.replicate > 1 for leg in legs)
         return shlex.join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,10 +125,9 @@ class Proof:
         data = dataclasses.asdict(self)
         for told, leg in zip(data["legs"], self.legs, strict=True):
             told["mesh"], told["ranks"] = leg.leg.mesh, leg.leg.ranks
-            told["replay"] = self.replay(leg.leg) if leg.verdict == "refuted" else None
             told["wrong"] = {name: _finite(error) for name, error in leg.wrong.items()}
             told["largest_error"] = _finite(leg.largest_error)
-        return {"schema_version": SCHEMA_VERSION, "verdict": self.verdict, **data}
+        return {"schema_version": SCHEMA_VERSION, "verdict": self.verdict, "replay": self.replay, **data}
 
 
 def _finite(error: float | None) -> float | str | None:

@@ -33,11 +33,14 @@ def as_text(proof: Proof) -> str:
         )
     lines.append("")
     for leg in proof.legs:
-        lines += _leg(leg, proof)
-    return "\n".join([*lines, "", _verdict(proof)])
+        lines += _leg(leg)
+    lines += ["", _verdict(proof)]
+    if proof.verdict == "refuted":
+        lines.append(f"again: {proof.replay}")
+    return "\n".join(lines)
 
 
-def _leg(result: LegResult, proof: Proof) -> list[str]:
+def _leg(result: LegResult) -> list[str]:
     leg = result.leg
     head = f"{_MARKS[result.verdict]:<8}{leg}  ({leg.ranks} {leg.world}, {result.seconds:.1f} s)"
     if result.verdict == "not run":
@@ -52,7 +55,7 @@ def _leg(result: LegResult, proof: Proof) -> list[str]:
         lines.append(f"        {len(result.wrong)} tensors are wrong; what went wrong first:")
     for finding in result.findings:
         lines += _finding(finding)
-    return [*lines, f"        again: {proof.replay(leg)}"]
+    return lines
 
 
 def _finding(finding: Finding) -> list[str]:
