@@ -137,6 +137,9 @@ def prove(
     """
     degrees = _degrees(tp)
     load_plan(plan) if plan != "auto" else None  # a wrong plan is told before torch is imported
+    from dtplan.prove.shrink import refuse_old_torch
+
+    refuse_old_torch()  # before what an old torch cannot import
     from dtplan.prove import tell
     from dtplan.prove.proof import prove as proof_of
 

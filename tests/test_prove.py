@@ -326,6 +326,14 @@ def test_a_model_that_needs_more_than_tokens_exits_with_2(tmp_path: Path, config
     assert found.exception.exit_code == 2
 
 
+def test_an_old_torch_exits_with_2_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    found = run("llama", "--model", config_file(tmp_path, LLAMA_7B))
+    assert isinstance(found.exception, CannotProveError)
+    assert "needs torch 2.11 or newer, this is 2.9.1+cpu" in str(found.exception)
+    assert found.exception.exit_code == 2
+
+
 def test_what_parallelize_cannot_do_yet_is_not_run() -> None:
     proof = proof_of(load_plan(WRONG.parent / "phi3.yaml"), "phi3", Leg(tp=2))
     assert (proof.verdict, proof.exit_code) == ("not run", 2)
@@ -367,6 +375,28 @@ def test_every_kind_of_layer_is_kept() -> None:
     dense_first = transformers.DeepseekV3Config(num_hidden_layers=8, first_k_dense_replace=3)
     assert shrink(dense_first, [2])[0].first_k_dense_replace == 1
     assert shrink(dense_first, [2])[0].num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPTJConfig(),
+        transformers.GPT2Config(),
+        transformers.BloomConfig(n_head=16),
+        transformers.Gemma2Config(),
+        transformers.MixtralConfig(),
+        transformers.DeepseekV3Config(),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_other_families_run_once_shrunken(config: Any) -> None:
+    small, choices = shrink(config, [2, 4])
+    assert {"hidden_size", "n_embd"} & {choice.field for choice in choices}
+    model = live_model(transformers.AutoModelForCausalLM.from_config(small).__class__, small, 0)
+    assert sum(p.numel() for p in model.parameters()) < 10_000_000
+    batch = token_batch(small, rows=1, length=8, seed=0)
+    loss = model(**batch, use_cache=False).loss
+    assert torch.isfinite(loss)
 
 
 def test_live_models_are_float64_random_everywhere_and_made_by_the_seed() -> None:

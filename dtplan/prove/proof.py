@@ -153,7 +153,7 @@ def _unsharded_run(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Walk,
             truth = outcome(reference, batch)
     except Exception as error:
         raise CannotProveError(
-            f"the unsharded {type(model).__name__} does not run on token ids alone "
+            f"the unsharded {type(model).__name__} does not run on token ids alone, once shrunken "
             f"({type(error).__name__}: {_line(error)}): nothing is said about the plan"
         ) from error
     truth = Outcome(truth.logits, truth.loss, {name: grad.clone() for name, grad in truth.grads.items()})

@@ -7,6 +7,7 @@ every kind of layer. Shrunk: widths, counts, depth. Random: the weights.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,23 @@ from torch import Tensor, nn
 
 from dtplan._errors import DtplanError
 
+OLDEST_TORCH = (2, 11)
+
 
 class CannotProveError(DtplanError, RuntimeError):
     """A proof cannot be run; nothing is said about the plan."""
+
+
+def refuse_old_torch() -> None:
+    """Ranks are simulated by parts of torch that older versions lack, or have otherwise.
+
+    Raises:
+        CannotProveError: torch is too old.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise CannotProveError(f"a proof needs torch {oldest} or newer, this is {torch.__version__}: nothing was run")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +109,7 @@ def _sizes(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
     small_kv = _least_kv_heads(heads, kv_heads, degrees)
     small_heads = heads * small_kv // kv_heads
     small_dim = _least_head_dim(head_dim, read)
+    rotated = read.get("rotary_dim")
     # Where the residual stream is not as wide as all heads together, it stays so.
     small_hidden = math.ceil(small_heads * small_dim * hidden / (heads * head_dim))
     if hidden != heads * head_dim:
@@ -107,6 +123,8 @@ def _sizes(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
         sizes["num_key_value_heads"] = small_kv
     if read.get("head_dim"):
         sizes["head_dim"] = small_dim
+    if isinstance(rotated, int):
+        sizes["rotary_dim"] = small_dim * rotated // head_dim
     for field in ("intermediate_size", *_WIDTHS):
         if isinstance(read.get(field), int):
             sizes[field] = _like(read.need(field), small_hidden + small_hidden // 2, degrees)
@@ -140,8 +158,9 @@ def _least_head_dim(head_dim: int, read: _Reader) -> int:
     """The least width with whole pairs for the part of a head that is rotated."""
     rope = read.get("rope_parameters") or {}
     part = rope.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1.0
-    rotated = (dim for dim in range(4, head_dim, 2) if (dim * part) % 2 == 0)
-    return next(rotated, head_dim)
+    if isinstance(width := read.get("rotary_dim"), int):
+        part = width / head_dim
+    return next((dim for dim in range(4, head_dim, 2) if (dim * part) % 2 == 0), head_dim)
 
 
 def _like(real: int, least: int, degrees: Sequence[int]) -> int:
