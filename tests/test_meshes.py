@@ -140,7 +140,7 @@ def _dtypes_on_rank(rank: int) -> dict[str, set[str]]:
     )
     seen: set[str] = set()
     linear = sharded.get_submodule("model.layers.0.mlp.up_proj")
-    linear.register_forward_hook(lambda _module, _args, out: seen.add(str(out.dtype)))  # noqa: PLW0108 - None
+    linear.register_forward_hook(lambda _module, _args, out: seen.add(str(out.dtype)))
     sharded(**batch(llama())).loss.backward()
     return {
         "computed": seen,

@@ -121,7 +121,7 @@ def _sizes(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
     }
     if read.get("num_key_value_heads"):
         sizes["num_key_value_heads"] = small_kv
-    if read.get("head_dim"):
+    if read.get("head_dim") and not read.get("qk_rope_head_dim"):  # MLA's heads have widths of their own, which stay
         sizes["head_dim"] = small_dim
     if isinstance(rotated, int):
         sizes["rotary_dim"] = small_dim * rotated // head_dim
