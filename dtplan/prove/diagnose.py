@@ -6,6 +6,7 @@ layer down, since a gradient that was never summed makes everything upstream of 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -247,14 +248,8 @@ def _once_each(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     for key, finding in kept.items():
         rest = len(names[key]) - 1
         says = finding.says + (f" (and {rest} more under the same rule: {', '.join(names[key][1:4])})" if rest else "")
-        told.append(_with(finding, says))
+        told.append(dataclasses.replace(finding, says=says))
     return tuple(told)
-
-
-def _with(finding: Finding, says: str) -> Finding:
-    return Finding(
-        name=finding.name, what=finding.what, kind=finding.kind, says=says, rule=finding.rule, advice=finding.advice
-    )
 
 
 def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth: Walk) -> Finding:
