@@ -6,6 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterable
+from typing import Literal
 
 import click
 
@@ -104,6 +105,58 @@ def show(
         click.echo(json.dumps(view.as_json(bound, book), indent=2, sort_keys=True))
     else:
         view.print_tables(bound, book)
+
+
+@cli.command()
+@click.argument("plan", default="auto")
+@click.option("--model", required=True, help="A model folder, a config.json, or a name that transformers knows.")
+@click.option("--tp", default="2", show_default=True, help="Tensor parallel degrees, with commas.")
+@click.option(
+    "--sequence-parallel",
+    default="both",
+    show_default=True,
+    type=click.Choice(["off", "on", "both"]),
+    help="Settings of the switch to prove; each with and without loss parallelism.",
+)
+@click.option("--fsdp", is_flag=True, help="Also with FSDP2 around it; one leg on processes that talk over gloo.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of weights and tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def prove(
+    plan: str,
+    *,
+    model: str,
+    tp: str,
+    sequence_parallel: Literal["off", "on", "both"],
+    fsdp: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Prove PLAN (default: the built-in one for the model's class) on a shrunken model, in float64, on this CPU.
+
+    Exits with 0 if every leg was proved, 1 if one was refuted, 2 if one could not be run.
+    """
+    degrees = _degrees(tp)
+    load_plan(plan) if plan != "auto" else None  # a wrong plan is told before torch is imported
+    from dtplan.prove.shrink import refuse_old_torch
+
+    refuse_old_torch()  # before what an old torch cannot import
+    from dtplan.prove import tell
+    from dtplan.prove.proof import prove as proof_of
+
+    with tell.progress(wanted=not as_json) as on_leg:
+        proof = proof_of(
+            plan, model, tp=degrees, sequence_parallel=sequence_parallel, fsdp=fsdp, seed=seed, on_leg=on_leg
+        )
+    click.echo(json.dumps(proof.to_json(), indent=2, sort_keys=True) if as_json else tell.as_text(proof))
+    sys.exit(proof.exit_code)
+
+
+def _degrees(text: str) -> list[int]:
+    """``2,4,8`` as numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{text!r} is no list of degrees such as 2,4,8", param_hint="--tp")
+    return [int(part) for part in parts]
 
 
 @cli.command()

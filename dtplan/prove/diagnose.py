@@ -1,0 +1,279 @@
+"""Why a leg failed: the module whose output is wrong first, or the parameters whose gradients are wrong last.
+
+Forward first: a wrong output makes everything after it wrong. With outputs right, gradients are read from the last
+layer down, since a gradient that was never summed makes everything upstream of it wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtplan.plan.spec import Layout
+from dtplan.planner.bound import BoundModule, BoundPlan, BoundTensor
+from dtplan.planner.loss import causal_lm_loss
+from dtplan.prove.held import DISAGREE, MISSING, NO_FIT, PARTIAL, RIGHT, SHAPE, TIMES, Held, held
+from dtplan.prove.oracle import BOUND, float64_casts, whole
+from dtplan.prove.ranks import Job, part_of, sharded_model
+from dtplan.prove.result import Finding
+from dtplan.prove.simulated import simulated_ranks
+from dtplan.prove.walk import Walk
+
+_SHOWN = 4
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What one rank saw: its walk, its own gradients, and the error that ended it."""
+
+    walk: Walk = field(default_factory=Walk)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    logits: torch.Size | None = None
+    error: Exception | None = None
+
+
+def diagnose(job: Job, bound: BoundPlan, truth: Walk, error: Exception | None = None) -> tuple[Finding, ...]:
+    """Run the leg again on simulated ranks, watched, and say what went wrong first."""
+    ranks: list[Evidence] = [Evidence() for _ in range(job.leg.ranks)]
+    try:
+        simulated_ranks(job.leg.ranks, _watch, job, ranks)
+    except Exception as caught:  # noqa: BLE001 - the error of the plan, again
+        return (_crash(ranks, caught, bound, truth),)
+    if error is not None:
+        says = f"{type(error).__name__} on {job.leg.world}, and none on simulated ranks: {error}"
+        return (Finding(name="the model", what="crash", kind="crash", says=says),)
+    case = _Case(job, bound, truth, ranks[: job.leg.tp])
+    return case.outputs() or case.gradients() or case.unexplained()
+
+
+def _watch(rank: int, job: Job, ranks: list[Evidence]) -> None:
+    seen = ranks[rank]
+    try:
+        sharded = sharded_model(job)
+        batch, _ = part_of(job, rank)
+        with float64_casts(), seen.walk.of(sharded):
+            logits = sharded(input_ids=batch["input_ids"], use_cache=False).logits
+        seen.logits = logits.shape
+        with float64_casts():
+            causal_lm_loss(logits, batch["labels"]).backward()
+    except Exception as error:
+        seen.error = error
+        raise
+    alone = job.leg.ranks == job.leg.tp
+    for name, parameter in sharded.named_parameters():
+        if (grad := parameter.grad) is not None:
+            seen.grads[name] = grad.to_local() if alone and isinstance(grad, DTensor) else whole(grad)
+
+
+class _Case:
+    """One failed leg with the evidence of the ranks of one tp group."""
+
+    def __init__(self, job: Job, bound: BoundPlan, truth: Walk, ranks: Sequence[Evidence]) -> None:
+        self.job, self.bound, self.truth, self.ranks = job, bound, truth, ranks
+        self.modules: dict[str, BoundModule] = {name: m for m in bound.modules for name in m.names}
+        self.tensors: dict[str, tuple[BoundModule, BoundTensor]] = {n: (m, t) for m, n, t in bound.tensors()}
+        self.units = {unit.name: unit.count for unit in bound.units}
+
+    # --- forward
+
+    def outputs(self) -> tuple[Finding, ...]:
+        """The first module, in the order in which they finish, whose output is wrong."""
+        if self.job.leg.ranks > self.job.leg.tp:
+            return ()  # data-parallel ranks read other rows
+        unclear: list[tuple[str, Held]] = []
+        sums = ""
+        for call in self.truth.finished:
+            if call not in self.truth.outputs:
+                continue
+            name = call.split("#")[0]
+            layout, certain = self._layout(name)
+            parts = [rank.walk.outputs.get(call) for rank in self.ranks]
+            found = held(parts, self.truth.outputs[call], layout, self._blocks(name))
+            if layout is not None and layout.word == "P":
+                sums = name
+            if found.kind == RIGHT or (found.kind == PARTIAL and self._leaves_sums(name)):
+                unclear = []
+            elif certain:
+                return (self._wrong_output(call, found, unclear, sums),)
+            else:
+                unclear.append((call, found))
+        return ()
+
+    def _wrong_output(self, call: str, found: Held, unclear: Sequence[tuple[str, Held]], sums: str) -> Finding:
+        name = call.split("#", maxsplit=1)[0]
+        says = f"its output is the first that is wrong: {found.says}"
+        advice = ""
+        if unclear:
+            says += f"; `{unclear[0][0]}` before it does not fit either ({unclear[0][1].says})"
+            advice = "look at how the inputs of that module are cut: order of fused parts, heads, or a missing gather"
+        if found.kind == PARTIAL:
+            advice = "reduce it: `output: residual` (or R)"
+        elif found.kind == TIMES:
+            advice = "each rank adds the same term before a sum over ranks: a bias there wants `once: true`"
+        elif whole_ones := self._added_by_all(name):
+            advice = f"every rank adds {', '.join(whole_ones)} before the sum over ranks: write `once: true` there"
+        elif sums:
+            advice = (
+                f"`{sums}` ({self._rule(sums)}) leaves its output as a sum over ranks that is not done (P), and code "
+                "after it reads it as if it were whole: write `output: residual`"
+            )
+        return Finding(name=call, what="output", kind=found.kind, says=says, rule=self._rule(name), advice=advice)
+
+    def _layout(self, name: str) -> tuple[Layout | None, bool]:
+        """The layout that the plan gives a module's output, if it says, and whether a misfit is sure to be wrong."""
+        module = self.modules.get(name)
+        moves = [] if module is None else [m for m in module.outputs if m.value in (None, 0)]
+        if moves:
+            return moves[0].dst, True
+        return None, module is not None and any(not tensor.buffer for tensor in module.tensors)
+
+    def _leaves_sums(self, name: str) -> bool:
+        """Whether a module below hands out a sum that is not done, which is then the module's own output."""
+        own = self.modules.get(name)
+        below = [m for n, m in self.modules.items() if n.startswith(name + ".")]
+        return not (own and own.outputs) and any(move.dst.word == "P" for m in below for move in m.outputs)
+
+    def _added_by_all(self, name: str) -> list[str]:
+        """Whole parameters of a module whose output is a sum over ranks."""
+        module = self.modules.get(name)
+        if module is None or not any(move.op in ("reduce", "scatter") for move in module.outputs):
+            return []
+        return [f"`{t.name}`" for t in module.tensors if not t.buffer and t.placement.dim is None and not t.once]
+
+    def _blocks(self, name: str) -> int:
+        module = self.modules.get(name)
+        units = [t.unit for t in module.tensors if t.unit] if module else []
+        return self.units.get(units[0], 0) if units else 0
+
+    # --- backward
+
+    def gradients(self) -> tuple[Finding, ...]:
+        """Wrong gradients that explain themselves, from the last layer down to the first that does not."""
+        roots: list[Finding] = []
+        before = ""
+        for name in self._backward_order():
+            found = self._grad(name)
+            if found.kind in (NO_FIT, SHAPE):
+                return (self._contaminated(name, before, found), *_once_each(roots))
+            if found.kind != RIGHT:
+                roots.append(self._wrong_grad(name, found))
+            before = name
+        return _once_each(roots)
+
+    def _backward_order(self) -> list[str]:
+        """Parameters whose gradients are complete first in backward, first."""
+        started = {call.split("#")[0]: i for i, call in enumerate(self.truth.started)}
+        return sorted(self.job.truth.grads, key=lambda name: -started.get(name.rpartition(".")[0], -1))
+
+    def _grad(self, name: str) -> Held:
+        truth = self.job.truth.grads[name]
+        parts = [rank.grads.get(name) for rank in self.ranks]
+        if name in self.job.zero:
+            return Held(RIGHT)  # rounding about zero explains nothing
+        _, tensor = self.tensors[name]
+        return held(parts, truth, None, self.units.get(tensor.unit or "", 0))
+
+    def _wrong_grad(self, name: str, found: Held) -> Finding:
+        module, tensor = self.tensors[name]
+        advice = {
+            PARTIAL: "write `grad: sum` in its rule",
+            TIMES: "its gradient is summed although every rank has all of it: write `grad: complete`",
+            DISAGREE: "ranks work on different parts of what this parameter sees: write `grad: sum`, or cut it",
+            MISSING: "no rank's work reaches it: check that its module is called, and with what",
+        }.get(found.kind, "")
+        if found.kind == TIMES and tensor.grad != "sum":
+            advice = (
+                "some reader of its output sums a gradient that is whole on every rank: give that one `input: keep`"
+            )
+        return Finding(name=name, what="gradient", kind=found.kind, says=found.says, rule=module.rule, advice=advice)
+
+    def _contaminated(self, name: str, before: str, found: Held) -> Finding:
+        """A gradient that no sum makes right: what arrives at its module is wrong already."""
+        module, _ = self.tensors[name]
+        last = before.rpartition(".")[0]
+        readers = self._keeping_readers(name.rpartition(".")[0])
+        says = f"{found.says}: the gradient that reaches its module is wrong already, and everything upstream with it"
+        if before:
+            says += f"; from the last layer down, `{before}` is the last that is right or explains itself"
+        advice = "an activation's gradient was never summed there" + (f", at or before `{last}`" if last else "")
+        if readers:
+            told = ", ".join(f"`{reader}` ({self._rule(reader)})" for reader in readers)
+            advice = (
+                f"{told} take{'s' if len(readers) == 1 else ''} a whole input without summing its gradient over ranks: "
+                "write `input: R` there, or on the module around"
+            )
+        return Finding(name=name, what="gradient", kind="contaminated", says=says, rule=module.rule, advice=advice)
+
+    def _keeping_readers(self, owner: str) -> list[str]:
+        """Cut modules after ``owner`` that keep their input as it is, up to the first that joins the ranks' work."""
+        calls = [call.split("#")[0] for call in self.truth.started]
+        readers = []
+        for name in calls[calls.index(owner) + 1 :] if owner in calls else ():
+            module = self.modules.get(name)
+            if module is None:
+                continue
+            if any(move.op in ("reduce", "scatter") for move in module.outputs):
+                break
+            cut = any(tensor.placement.dim is not None for tensor in module.tensors)
+            if cut and module.inputs and all(move.op == "keep" for move in module.inputs):
+                readers.append(name)
+        return readers[:_SHOWN]
+
+    def unexplained(self) -> tuple[Finding, ...]:
+        """Nothing that a watched step shows is wrong."""
+        says = (
+            f"outputs and gradients of one step are right on simulated ranks within {BOUND:g}; what is wrong shows "
+            "in later steps or in this world only"
+        )
+        return (Finding(name="the model", what="parameter", kind="unexplained", says=says),)
+
+    def _rule(self, name: str) -> str:
+        return self.modules[name].rule if name in self.modules else ""
+
+
+def _once_each(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """One finding for all parameters of a kind under one rule."""
+    kept: dict[tuple[str, str], Finding] = {}
+    names: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        key = finding.rule, finding.kind
+        kept.setdefault(key, finding)
+        names.setdefault(key, []).append(finding.name)
+    told = []
+    for key, finding in kept.items():
+        rest = len(names[key]) - 1
+        says = finding.says + (f" (and {rest} more under the same rule: {', '.join(names[key][1:4])})" if rest else "")
+        told.append(dataclasses.replace(finding, says=says))
+    return tuple(told)
+
+
+def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth: Walk) -> Finding:
+    """The innermost module of the first rank that failed by itself, with the shapes that it saw."""
+    seen = next((rank for rank in ranks if rank.error is not None), Evidence(error=caught))
+    text = f"{type(caught).__name__}: {(str(caught).strip().splitlines() or [''])[0]}"
+    if not seen.walk.inside:
+        place = "while sharding the model"
+        if seen.logits is not None:
+            place = f"after the last module, in the loss or in backward; its logits are {list(seen.logits)}"
+        return Finding(name="the model", what="crash", kind="crash", says=f"{place}: {text}")
+    call = seen.walk.inside[-1]
+    name = call.split("#")[0]
+    rules: Mapping[str, str] = {n: m.rule for m in bound.modules for n in m.names}
+    pairs = zip(seen.walk.inputs.get(call, ()), truth.inputs.get(call, ()), strict=False)
+    shapes = [f"an input is {list(own)} of {list(all_)}" for own, all_ in pairs if own != all_][:_SHOWN]
+    inner = [c for c in seen.walk.outputs if c.startswith(name + ".") and c in truth.outputs]
+    gave = [(c, seen.walk.outputs[c].shape, truth.outputs[c].shape) for c in inner]
+    shapes += [f"`{c}` gave {list(own)} of {list(all_)}" for c, own, all_ in gave if own != all_][-_SHOWN:]
+    return Finding(
+        name=call,
+        what="crash",
+        kind="crash",
+        says=f"{text}; shapes on this rank: {'; '.join(shapes) or 'those of the unsharded model'}",
+        rule=rules.get(name, ""),
+        advice="the module may work with a size of the whole (an attribute: `localize`), or its inputs be cut unlike",
+    )

@@ -1,0 +1,244 @@
+"""Prove a plan: the sharded model beside the unsharded one, in float64, on every rank of every leg."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dtplan import __version__
+from dtplan._errors import ApplyError, BindError
+from dtplan.plan.spec import Plan
+from dtplan.planner.bind import bind, find_plan
+from dtplan.planner.meta import meta_model
+from dtplan.prove.diagnose import diagnose
+from dtplan.prove.oracle import BOUND, Outcome, outcome
+from dtplan.prove.pool import GlooPool
+from dtplan.prove.ranks import STEPPED, STEPS, Job, errors_on_rank, train
+from dtplan.prove.result import Finding, Leg, LegResult, Proof
+from dtplan.prove.shrink import CannotProveError, Choice, live_model, shrink, token_batch
+from dtplan.prove.simulated import simulated_ranks
+from dtplan.prove.walk import Walk
+
+Switch = Literal["off", "on", "both"]
+OnLeg = Callable[[LegResult | None, int], None]
+_ROWS = 4
+_LENGTH = 16
+_ZERO = 1e-13
+"""A gradient this much smaller than the largest of the model is rounding about zero (a key's bias has such)."""
+
+
+def prove(
+    plan: str | Path | Plan,
+    model: str,
+    *,
+    tp: Sequence[int] = (2,),
+    sequence_parallel: Switch = "both",
+    fsdp: bool = False,
+    seed: int = 0,
+    on_leg: OnLeg = lambda _result, _legs: None,
+) -> Proof:
+    """Compare the sharded with the unsharded model at every degree of ``tp``; see ``docs/prove.md``.
+
+    Args:
+        plan: a built-in's name, a file, a Plan, or ``"auto"``.
+        model: a model folder, a config.json, or a name that transformers knows; its weights are not read.
+        tp: degrees (ranks).
+        sequence_parallel: which settings of the switch; each runs with and without loss parallelism.
+        fsdp: also wrap with FSDP2, over `shard` and over `replicate` x `shard`.
+        seed: of weights and tokens.
+        on_leg: called with None and the number of legs, then with every leg's result.
+
+    Raises:
+        CannotProveError: the proof cannot be run: torch is too old, or the model needs other inputs than tokens.
+        PlanError, BindError: the plan is wrong, or serves another class.
+    """
+    real = meta_model(model)
+    found = find_plan(real, plan, tp=max(tp))
+    config, choices = shrink(real.config, tp)
+    return prove_model(
+        lambda: live_model(type(real), config, seed),
+        found,
+        given=str(plan),
+        model=model,
+        legs=legs_of(tp, sequence_parallel, fsdp=fsdp),
+        seed=seed,
+        choices=choices,
+        on_leg=on_leg,
+    )
+
+
+def legs_of(tp: Sequence[int], sequence_parallel: Switch = "both", *, fsdp: bool = False) -> tuple[Leg, ...]:
+    """Every leg, small worlds first: each degree with each switch, then FSDP2 around it."""
+    switches = {"off": (False,), "on": (True,), "both": (False, True)}[sequence_parallel]
+    legs = [
+        Leg(tp=d, sequence_parallel=sp, loss_parallel=lp)
+        for d in sorted(set(tp))
+        for sp in switches
+        for lp in (False, True)
+    ]
+    for d in sorted(set(tp)) if fsdp else ():
+        legs += [Leg(tp=d, shard=2, sequence_parallel=sp) for sp in switches]
+        legs += [Leg(tp=d, shard=2, replicate=2, sequence_parallel=sp) for sp in switches[-1:]]
+    if fsdp:
+        legs.append(Leg(tp=min(tp), shard=2, sequence_parallel=switches[-1], world="gloo processes"))
+    return tuple(legs)
+
+
+def prove_model(
+    make: Callable[[], nn.Module],
+    plan: Plan,
+    *,
+    given: str,
+    model: str,
+    legs: Sequence[Leg],
+    seed: int = 0,
+    choices: tuple[Choice, ...] = (),
+    explain: bool = True,
+    on_leg: OnLeg = lambda _result, _legs: None,
+) -> Proof:
+    """The legs of a model that ``make`` builds: float64, live, every parameter random.
+
+    Without ``explain`` a refuted leg is not run again to say why.
+    """
+    job, walk = job_of(make(), plan, legs[0], legs, seed=seed)
+    on_leg(None, len(legs))
+    results = []
+    for leg in legs:
+        results.append(_run(dataclasses.replace(job, leg=leg), walk if explain else None))
+        on_leg(results[-1], len(legs))
+    return Proof(
+        plan=given,
+        digest=plan.digest,
+        model=model,
+        architecture=type(job.model).__name__,
+        seed=seed,
+        bound=BOUND,
+        batch=(_ROWS, job.batch["input_ids"].shape[1]),
+        versions=_versions(),
+        choices=choices,
+        legs=tuple(results),
+        zero_gradients=tuple(sorted(job.zero)),
+    )
+
+
+def job_of(model: nn.Module, plan: Plan, leg: Leg, legs: Sequence[Leg], *, seed: int) -> tuple[Job, Walk]:
+    """What ranks of ``leg`` need to know, the truth included; the batch is the same for all ``legs``."""
+    batch = token_batch(model.config, rows=_ROWS, length=_length(leg.tp for leg in legs), seed=seed)
+    walk, truth, stepped = _unsharded_run(model, batch)
+    largest = max(grad.abs().max().item() for grad in truth.grads.values())
+    zero = frozenset(name for name, grad in truth.grads.items() if grad.abs().max().item() <= _ZERO * largest)
+    return Job(model=model, batch=batch, plan=plan, leg=leg, truth=truth, stepped=stepped, zero=zero), walk
+
+
+def _length(degrees: Iterable[int]) -> int:
+    """Tokens of a sequence: a multiple of every degree, so that sequence parallelism can cut it."""
+    step = math.lcm(*degrees)
+    return step * math.ceil(_LENGTH / step)
+
+
+def _unsharded_run(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Walk, Outcome, dict[str, Tensor]]:
+    """The truth: what every module gave, the outcome of one step, the parameters after all steps."""
+    walk, reference = Walk(), copy.deepcopy(model)
+    try:
+        with walk.of(reference):
+            truth = outcome(reference, batch)
+    except Exception as error:
+        raise CannotProveError(
+            f"the unsharded {type(model).__name__} does not run on token ids alone, once shrunken "
+            f"({type(error).__name__}: {_line(error)}): nothing is said about the plan"
+        ) from error
+    truth = Outcome(truth.logits, truth.loss, {name: grad.clone() for name, grad in truth.grads.items()})
+    train(reference, batch, clip=nn.utils.clip_grad_norm_)
+    return walk, truth, {name: p.detach() for name, p in reference.named_parameters()}
+
+
+def _run(job: Job, walk: Walk | None) -> LegResult:
+    """One leg: bound, run on its world, and diagnosed where it fails."""
+    start = time.perf_counter()
+    try:
+        told = _compared(job, walk)
+    except BindError as error:
+        told = LegResult(leg=job.leg, verdict="refuted", findings=refusals(error))
+    return dataclasses.replace(told, seconds=round(time.perf_counter() - start, 3))
+
+
+def _compared(job: Job, walk: Walk | None) -> LegResult:
+    leg = job.leg
+    bound = bind(
+        job.model,
+        job.plan,
+        tp=leg.tp,
+        shard=leg.shard,
+        replicate=leg.replicate,
+        sequence_parallel=leg.sequence_parallel,
+        loss_parallel=leg.loss_parallel,
+    )
+    if later := sorted({wanted for module in bound.modules for wanted in module.later}):
+        return LegResult(leg=leg, verdict="not run", reason=f"parallelize cannot do yet: {', '.join(later)}")
+    try:
+        ranks = _on_its_world(job)
+    except Exception as error:  # noqa: BLE001 - what a model raises under a wrong plan is a finding
+        pool_failed = leg.world == "gloo processes" and isinstance(error, ApplyError)
+        if pool_failed or "were not all done" in str(error):  # slow, or a matter of the machine
+            return LegResult(leg=leg, verdict="not run", reason=str(error))
+        return LegResult(leg=leg, verdict="refuted", findings=diagnose(job, bound, walk, error) if walk else ())
+    names = dict.fromkeys(name for found in ranks for name in found)
+    worst = {name: max(found.get(name, 0.0) for found in ranks) for name in names}
+    wrong = {name: error for name, error in worst.items() if not error <= BOUND}
+    largest = max(worst, key=lambda name: worst[name])
+    return LegResult(
+        leg=leg,
+        verdict="refuted" if wrong else "proved",
+        tensors=len(worst),
+        steps=STEPS if any(name.startswith(STEPPED) for name in worst) else 0,
+        largest_error=worst[largest],
+        largest_at=largest,
+        wrong=wrong,
+        findings=diagnose(job, bound, walk) if wrong and walk else (),
+    )
+
+
+def _on_its_world(job: Job) -> list[dict[str, float]]:
+    if job.leg.world == "gloo processes":
+        with GlooPool(job.leg.ranks, preload=(type(job.model).__module__,), timeout_s=300) as pool:
+            return pool.run(errors_on_rank, job)
+    return simulated_ranks(job.leg.ranks, errors_on_rank, job)
+
+
+def refusals(error: BindError) -> tuple[Finding, ...]:
+    """What binding said, as findings."""
+    return tuple(
+        Finding(
+            name=found.code,
+            what="plan",
+            kind="refused by bind",
+            says=found.message,
+            rule=found.where,
+            advice=found.hint,
+        )
+        for found in error.diagnostics
+    )
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {
+        "dtplan": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
