@@ -145,3 +145,10 @@ def test_replicate_keeps_a_region_whole_and_exact_where_the_degree_does_not_divi
             assert rows == [36, 32]
             wrong = {name: error for name, error in found.items() if not error <= BOUND}
             assert not wrong
+
+
+def test_a_rule_on_a_row_parallel_bias_leaves_it_added_once() -> None:
+    plan = dtplan.parse_plan(EXTENDS + "rules:\n  model.layers.*.self_attn.o_proj.bias: {grad: complete}\n")
+    bound = dtplan.bind(on_meta(llama(attention_bias=True)), plan, tp=2)
+    placed = {name: tensor for _, name, tensor in bound.tensors()}
+    assert placed["model.layers.0.self_attn.o_proj.bias"].once

@@ -59,7 +59,7 @@ def test_the_python_block_trains_and_saves(folder: Path) -> None:
 def test_the_commands_run(folder: Path) -> None:
     (block,) = [block for block in blocks("sh") if "dtplan list" in block]
     lines = block.splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         command, *args = line.split()
         assert command == "dtplan"

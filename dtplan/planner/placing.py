@@ -79,7 +79,9 @@ def cuts_of(alike: Alike, rule: Rule | None, *, whole: bool) -> dict[str, Cut]:
             message = f"`{own.style}` is for modules; {alike.pattern}.{name} is a parameter or buffer"
             raise PlacingError("DTP404", message, "write `shard: DIM` to cut it, `replicate` to keep it whole")
         if own is not None:
-            cuts[name] = Cut(dim=own.shard, once=own.once, rule=own)
+            # a rule on a row-parallel bias that speaks of its gradient does not change where it is added
+            once = own.once or (own.shard is None and cuts[name].once)
+            cuts[name] = Cut(dim=own.shard, once=once, rule=own)
     return cuts
 
 
