@@ -146,6 +146,41 @@ def test_b47_ranks_that_were_built_differently_are_refused_alike() -> None:
     assert "seed every rank alike" in first
 
 
+@pytest.mark.parametrize("how", ["live-and-meta", "another-config"])
+def test_ranks_that_hold_different_models_are_refused_alike_before_any_of_it_is_sent(how: str) -> None:
+    other = model_of(t0(), meta=True) if how == "live-and-meta" else model_of(t0(num_hidden_layers=2))
+    models = [model_of(t0()), other]
+
+    def on_rank(rank: int) -> str:
+        with pytest.raises(ApplyError) as caught:
+            dtplan.parallelize(models[rank], mesh_of(tp=2))
+        return str(caught.value)
+
+    first, second = simulated_ranks(2, on_rank)
+    assert first == second
+    says = "are live on rank 0 and 0 on rank 1" if how == "live-and-meta" else "the model or the plan is not the same"
+    assert says in first
+
+
+def test_nothing_that_is_asked_for_is_silently_ignored() -> None:
+    """Recomputation without units, and a plan's own precision without an axis for FSDP2."""
+    without_units, precise = (
+        plan_with(P0),
+        dtplan.parse_plan("dtplan: 1\nextends: llama\nfsdp: {param_dtype: bfloat16}\n"),
+    )
+
+    def on_rank(rank: int) -> None:
+        mesh = mesh_of(tp=1)
+        with pytest.raises(ApplyError, match="activation_checkpointing=True recomputes units; plan has 0 units"):
+            dtplan.parallelize(model_of(t0()), mesh, without_units, activation_checkpointing=True)
+        with pytest.raises(ApplyError, match="activation_checkpointing=-1"):
+            dtplan.parallelize(model_of(t0()), mesh, activation_checkpointing=-1)
+        with pytest.raises(DegreesError, match="need a `shard` axis"):
+            dtplan.parallelize(model_of(t0()), mesh, precise)
+
+    simulated_ranks(1, on_rank)
+
+
 @pytest.mark.parametrize("case", ["b48", "b49"])
 def test_b48_b49_a_whole_norm_between_cut_layers_must_say_what_its_gradient_is(case: str) -> None:
     """B48: a norm over a head. B49: a norm over all heads, whose mean is over a dim that is cut."""

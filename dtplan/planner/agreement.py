@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -55,6 +56,27 @@ def gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * world
     dist.all_gather_object(values, value)
     return values
+
+
+def check_same_model(model: nn.Module, bound: str) -> None:
+    """Every rank must hold the same model under the same plan, live on all or on the meta device on all.
+
+    Collective over the default group; before anything whose length depends on the model.
+
+    Raises:
+        ApplyError: they do not; the same text on all ranks.
+    """
+    live = sum(not parameter.is_meta for parameter in model.parameters())
+    said = gather_objects((hashlib.sha256(bound.encode()).hexdigest(), live))
+    other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
+    if other is not None:
+        what = "the model or the plan is not the same"
+        if said[other][0] == said[0][0]:
+            what = f"{said[0][1]} parameters are live on rank 0 and {said[other][1]} on rank {other}"
+        raise ApplyError(
+            f"ranks 0 and {other} differ: {what}; build the same model on every rank, on the meta device on all "
+            "(then dtplan.load fills it) or live on all"
+        )
 
 
 def check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtplan._errors import ApplyError, BindError, DegreesError, Diagnostic
 from dtplan.plan.spec import Plan
-from dtplan.planner.agreement import check_same_inputs, check_same_weights, together
+from dtplan.planner.agreement import check_same_inputs, check_same_model, check_same_weights, together
 from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundModule, BoundPlan
 from dtplan.planner.collectives import Group
@@ -52,7 +52,7 @@ def parallelize(
 ) -> M:
     """Shard ``model`` in place over ``mesh`` as ``plan`` says, and return it.
 
-    Collective over the mesh. The model may be live (the same weights on every rank) or on the meta device.
+    Collective over all ranks. The model may be live (the same weights on every rank) or on the meta device.
     Afterwards every parameter is a DTensor and keeps its name, its ties and its ``requires_grad``.
 
     Args:
@@ -88,11 +88,18 @@ def parallelize(
             raise ApplyError(f"te={te!r}: TransformerEngine layers are not there yet; use te='off'")
         bound = bind(model, plan, **sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
         _refuse_what_comes_later(bound)
-        return bound, data_mesh(mesh, needed=options.mixed_precision is not None or cpu_offload)
+        if every < 0 or (every and not bound.fsdp_units):
+            units = f"{len(bound.fsdp_units)} units (`fsdp: {{units: [...]}}`)"
+            raise ApplyError(
+                f"activation_checkpointing={activation_checkpointing!r} recomputes units; {bound.plan} has {units}"
+            )
+        needed = options.mixed_precision is not None or cpu_offload or bound.fsdp["param_dtype"] is not None
+        return bound, data_mesh(mesh, needed=needed)
 
-    bound, data = together(prepare)
-    check_same_weights(model, mesh)
     every = int(activation_checkpointing)
+    bound, data = together(prepare)
+    check_same_model(model, bound.json_text())
+    check_same_weights(model, mesh)
     if "tp" in (mesh.mesh_dim_names or ()):
         tp = _shard(model, bound, mesh["tp"])
         units = bound.fsdp_units if data is not None or every else ()
