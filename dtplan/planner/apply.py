@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -22,6 +22,7 @@ from dtplan.planner.collectives import Group
 from dtplan.planner.degrees import AXES
 from dtplan.planner.fsdp import FsdpOptions, checkpoint_units, data_mesh, precision, shard_with_fsdp
 from dtplan.planner.loss import causal_lm_loss
+from dtplan.planner.stored import Stored
 from dtplan.planner.styles import Scope, Sharded, Tp
 
 M = TypeVar("M", bound=nn.Module)
@@ -35,6 +36,8 @@ class Applied:
     bound: BoundPlan
     mesh: DeviceMesh
     cpu_offload: bool = False
+    stored: Mapping[str, Stored] = field(default_factory=dict)
+    """Parameter -> how its fused dim is put together, for those that have one."""
 
 
 def parallelize(

@@ -1,0 +1,77 @@
+"""Parameters that hold parts of several tensors, or several parts of one: how they are put together, rank by rank.
+
+A fused dim is cut part by part: every rank keeps its rows of each part, one part after another. So the dim of the
+DTensor reads [part 0 of rank 0, part 1 of rank 0, ..., part 0 of rank 1, ...], an order that depends on the degree,
+and that nobody outside may see: loading, saving, checkpoints and proofs go through the maps here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Rows ``[start, start + size)`` of the tensor ``source``, cut evenly over the tp ranks."""
+
+    source: str
+    """The tensor's full name in checkpoints."""
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """``size`` rows of the stored dim from ``at`` on, which are the rows of ``source`` from ``start`` on."""
+
+    at: int
+    source: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The dim ``dim`` of one parameter at tp degree ``tp``; every other dim is that of the sources."""
+
+    dim: int
+    tp: int
+    parts: tuple[Part, ...]
+
+    def runs(self, start: int = 0, stop: int | None = None) -> Iterator[Run]:
+        """The stored rows ``[start, stop)``, all by default, as runs of the sources' rows, in order."""
+        at = 0
+        for rank in range(self.tp):
+            for part in self.parts:
+                size = part.size // self.tp
+                first = max(at, start)
+                last = at + size if stop is None else min(at + size, stop)
+                if first < last:
+                    row = part.start + rank * size + first - at
+                    yield Run(at=first, source=part.source, start=row, size=last - first)
+                at += size
+
+    def lengths(self) -> dict[str, int]:
+        """Source -> its length along the dim, in the order of the parts."""
+        lengths: dict[str, int] = {}
+        for part in self.parts:
+            lengths[part.source] = max(lengths.get(part.source, 0), part.start + part.size)
+        return lengths
+
+    def split(self, whole: Tensor) -> dict[str, Tensor]:
+        """The sources' tensors, copied out of the whole stored one."""
+        found = {name: self._empty(whole, length) for name, length in self.lengths().items()}
+        for run in self.runs():
+            found[run.source].narrow(self.dim, run.start, run.size).copy_(whole.narrow(self.dim, run.at, run.size))
+        return found
+
+    def join(self, sources: Mapping[str, Tensor]) -> Tensor:
+        """The whole stored tensor; ``split`` undoes it."""
+        return torch.cat([sources[run.source].narrow(self.dim, run.start, run.size) for run in self.runs()], self.dim)
+
+    def _empty(self, like: Tensor, length: int) -> Tensor:
+        return like.new_empty([*like.shape[: self.dim], length, *like.shape[self.dim + 1 :]])
