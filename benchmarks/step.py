@@ -177,7 +177,7 @@ def report(workers: list[Worker], failed: dict[str, str], rates: list[float], ar
     print(f"{versions}; matrix rate {rate / 1e12:.0f} TFLOP/s a GPU; {len(rates)} rounds")
     best = min((r for r in rows if r["mode"].startswith("dtplan")), key=lambda r: r["ms"], default=None)
     for r in sorted(rows, key=lambda r: r["ms"]):
-        told = "{0:.3f} ({1:.3f}-{2:.3f})".format(*ratio(r, best)) if best else ""
+        told = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(r, best)) if best else ""
         print(
             f"{r['mode']:<44} {r['ms']:7.1f} ms ({r['min_ms']:.1f}-{r['max_ms']:.1f})  {r['tokens_per_s']:>6} tok/s  "
             f"util {r['utilisation']:.3f}  {r['peak_gib']:6.2f} GiB  loss {r['loss']:.4f}  x {told}"
