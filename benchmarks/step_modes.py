@@ -1,8 +1,9 @@
 """What `benchmarks/step.py` times: one mode in processes of its own, which wait for their turn.
 
 A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism, `sdpa` leaves
-attention to torch. Tags: `compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of flash), `overlap` (inductor moves work
-between a collective and its wait), `adamw` (an optimizer step in the step).
+attention to torch. Tags: `compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention
+on cuDNN in place of flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer
+step in the step).
 """
 
 from __future__ import annotations
@@ -274,8 +275,7 @@ class Mode:
         rows = sorted(rows, key=lambda row: -row.self_device_time_total)
         total = sum(row.self_device_time_total for row in rows)
         lines = [f"{total / 2e3:8.2f} ms in kernels (streams added up)"]
-        for row in rows[:28]:
-            lines.append(f"{row.self_device_time_total / 2e3:8.2f} ms {row.count / 2:6.0f} x {row.key[:110]}")
+        lines += [f"{r.self_device_time_total / 2e3:8.2f} ms {r.count / 2:6.0f} x {r.key[:110]}" for r in rows[:28]]
         return "\n".join(lines)
 
 
