@@ -158,9 +158,7 @@ def figures(worker: Worker, args: argparse.Namespace, rate: float) -> dict[str, 
         "ms": round(seconds * 1e3, 1),
         "min_ms": round(min(medians) * 1e3, 1),
         "max_ms": round(max(medians) * 1e3, 1),
-        "host_share": round(
-            statistics.median(h / s for f in worker.rounds for h, s in zip(f["host"], f["seconds"], strict=True)), 2
-        ),
+        "host_share": round(statistics.median(shares), 2),
         "tokens_per_s": round(tokens / seconds),
         "utilisation": round(flops(tokens, args) / seconds / (rate * args.ranks), 3),
         "peak_gib": round(max(found["peak_gib"] for found in worker.rounds), 2),
