@@ -144,7 +144,10 @@ class _Norm(_Layer):
         self.bias = _empty(width, **self.made) if self.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(self.plain(x), self.weight, self.bias, self)
+        out = norm(self.plain(x), self.weight, self.bias, self)
+        if out.requires_grad:
+            out.register_hook(self.plain)  # the real ones read their own weight again in backward
+        return out
 
 
 class RMSNorm(_Norm):

@@ -7,6 +7,7 @@ reads the norm is entered; the region's own linear layers then hand its parts ou
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Iterable
@@ -122,6 +123,8 @@ class _Installer:
             self._enter(module, mailbox)
         elif self.layer.row is not None:
             module.forward = self.tokens.row(module.run)
+        else:
+            module.forward = on_a_copy(module)
         if self.layer.name != self.layer.region or self.layer.layer == "LayerNormMLP":
             _set(self.model, self.layer.name, module)
 
@@ -229,6 +232,21 @@ class Entering:
         for outlet, part in zip(self.outlets, out.split(self.sizes, -1), strict=True):
             outlet.value = part
         return self.mailbox.nothing(out, (*out.shape[:-1], x.shape[-1]))
+
+
+def on_a_copy(module: Any) -> Forward:
+    """A norm of TransformerEngine's, which reads its weight again in backward: its own, and not what it was given.
+
+    So each forward runs on a copy of the module, whose parameters stay local tensors.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        copied = copy.copy(module)
+        copied.__dict__ = {**vars(module), "_parameters": dict(module._parameters)}
+        out: Tensor = type(module).run(copied, x)
+        return out
+
+    return forward
 
 
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:
