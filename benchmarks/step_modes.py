@@ -1,9 +1,9 @@
 """What `benchmarks/step.py` times: one mode in processes of its own, which wait for their turn.
 
 A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism, `sdpa` leaves
-attention to torch. Tags: `compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention
-on cuDNN in place of flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer
-step in the step).
+attention to torch, `overlap` does collectives beside matrix products by TransformerEngine's userbuffers. Tags:
+`compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of
+flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer step in the step).
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def with_dtplan(words: list[str], args: SimpleNamespace) -> nn.Module:
     options: dict[str, Any] = {"te": "require" if "te" in words else "off", "sequence_parallel": "sp" in words}
     if "fp8" in words:
         options["fp8"] = words[words.index("fp8") + 1]
+    if "overlap" in words:
+        options["overlap_tokens"] = args.batch * args.sequence
     model = live(args)
     plan = find_plan(model)
     if "sdpa" in words:

@@ -21,6 +21,7 @@ from dtplan.planner.apply import applied
 from dtplan.prove.oracle import BOUND, errors, outcome, relative_error, wholes
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.te import engine as engines
+from dtplan.te import overlap
 from dtplan.te.choose import choose
 from dtplan.te.install import Mailbox
 from dtplan.te.probe import norm_of
@@ -386,6 +387,27 @@ def test_recomputation_with_fp8_is_transformer_engine_s_own(standin, monkeypatch
 
     simulated_ranks(1, on_rank)
     assert len(calls) == 2  # layers
+
+
+def test_overlap_names_the_layers_of_a_unit_and_needs_sequence_parallelism(standin, monkeypatch):
+    monkeypatch.setattr(overlap._Session, "made", None)
+    te_standin.BUFFERS.clear()
+    layers: dict[str, str | None] = {}
+
+    def check(model: nn.Module) -> None:
+        for name in ("self_attn.te_qkv_proj", "self_attn.o_proj", "mlp"):
+            module: Any = model.get_submodule(f"model.layers.1.{name}")
+            assert module.overlaps
+            layers[name] = module.ub_name
+
+    found = found_on_ranks("llama", {"tp": 2}, check, sequence_parallel=True, overlap_tokens=16)
+    assert max(found.values()) <= BOUND
+    assert layers == {"self_attn.te_qkv_proj": "qkv", "self_attn.o_proj": "proj", "mlp": None}
+    assert te_standin.BUFFERS[0][0] == ([16, 32], 2)
+    assert te_standin.BUFFERS[0][1]["quantization_modes"] == ["NONE"]
+    assert "for 16 tokens of 32 features" in refusal(sequence_parallel=True, overlap_tokens=32)
+    assert "sequence_parallel is off" in refusal(overlap_tokens=16)
+    assert "te='off'" in refusal(te="off", sequence_parallel=True, overlap_tokens=16)
 
 
 def test_quantised_parameters_are_refused(standin):
