@@ -195,50 +195,89 @@ def test_a_key_s_bias_has_no_gradient_and_is_not_taken_for_an_error() -> None:
 # ---------------------------------------------------------------------------------- wrong plans are refuted, with why
 
 SEQUENCE = Leg(tp=2, sequence_parallel=True)
-EXPECTED: dict[str, tuple[Leg, str, str, str]] = {
-    # file: (leg, name, kind, a part of the advice)
+PROVED = "with this, the leg is proved"
+EXPECTED: dict[str, tuple[Leg, str, str, str, str]] = {
+    # file: (leg, name, kind, a part of the advice, what a run with the advice gave)
     "qwen3-norms-not-summed": (
         Leg(tp=2),
         "model.layers.1.self_attn.k_norm.weight",
         "partial sum",
         "write `grad: sum`",
+        PROVED,
     ),
-    "qwen3-without-norms": (Leg(tp=2), "DTP403", "refused by bind", "to keep it whole on every rank"),
+    "qwen3-without-norms": (Leg(tp=2), "DTP403", "refused by bind", "to keep it whole on every rank", ""),
     "neox-norms-not-summed": (
         Leg(tp=2),
         "gpt_neox.layers.1.post_attention_layernorm.weight",
         "partial sum",
         "write `grad: sum`",
+        PROVED,
+    ),
+    "neox-qkv-as-three-parts": (
+        Leg(tp=2),
+        "gpt_neox.layers.0.attention.dense",
+        "no sum fits",
+        "write `unit: head`; of 96 rows rank 0 then holds 0-47, not 0-15 and 32-47 and 64-79",
+        PROVED,
     ),
     "llama-norm-on-shards": (
         SEQUENCE,
         "model.layers.1.post_attention_layernorm.weight",
         "partial sum",
         "write `grad: sum`",
+        PROVED,
     ),
     "llama-rowwise-left-partial": (
         Leg(tp=2),
         "model.layers.0.post_attention_layernorm",
         "no sum fits",
         "`model.layers.0.self_attn.o_proj`",
+        PROVED,
     ),
     "llama-input-not-summed": (
         Leg(tp=2),
         "model.layers.0.mlp.down_proj.weight",
         "contaminated",
         "`model.layers.1.self_attn.q_proj`",
+        PROVED,
     ),
     "llama-one-input-not-summed": (
         Leg(tp=2),
         "model.layers.1.input_layernorm.weight",
         "contaminated",
         "`model.layers.1.self_attn.q_proj`",
+        PROVED,
     ),
-    "llama-whole-key": (Leg(tp=2), "model.layers.0.self_attn", "crash", "size of the whole"),
-    "llama-untied-head": (Leg(tp=2), "DTP409", "refused by bind", "both ends"),
-    "gpt-oss-bias-in-the-sum": (Leg(tp=2), "model.layers.0.mlp.experts", "no sum fits", "once: true"),
-    "phi3-gate-up-in-one-piece": (Leg(tp=2), "model.layers.0.mlp.down_proj", "no sum fits", "order of fused parts"),
-    "phi3-qkv-in-one-piece": (Leg(tp=2), "model.layers.0.self_attn", "crash", "size of the whole"),
+    "llama-whole-key": (
+        Leg(tp=2),
+        "model.layers.0.self_attn",
+        "crash",
+        "write `style: colwise, unit: kv_head`",
+        PROVED,
+    ),
+    "llama-wrong-heads": (
+        Leg(tp=2),
+        "model.layers.0.self_attn.o_proj",
+        "no sum fits",
+        "k_proj` (llama-wrong-heads.yaml:8:3): write `style: colwise, unit: kv_head`",
+        PROVED,
+    ),
+    "llama-untied-head": (Leg(tp=2), "DTP409", "refused by bind", "both ends", ""),
+    "gpt-oss-bias-in-the-sum": (Leg(tp=2), "model.layers.0.mlp.experts", "no sum fits", "once: true", PROVED),
+    "phi3-gate-up-in-one-piece": (
+        Leg(tp=2),
+        "model.layers.0.mlp.down_proj",
+        "no sum fits",
+        "write `sections: [ffn, ffn]`; of 128 rows rank 0 then holds 0-31 and 64-95, not 0-63",
+        PROVED,
+    ),
+    "phi3-qkv-in-one-piece": (
+        Leg(tp=2),
+        "model.layers.0.self_attn",
+        "crash",
+        "write `localize: [num_key_value_heads, config.num_attention_heads]`",
+        PROVED,
+    ),
 }
 
 
@@ -253,12 +292,13 @@ def test_every_wrong_plan_has_its_diagnosis() -> None:
 
 @pytest.mark.parametrize("file", EXPECTED)
 def test_a_wrong_plan_is_refuted_with_its_cause(file: str) -> None:
-    leg, name, kind, advice = EXPECTED[file]
+    leg, name, kind, advice, tried = EXPECTED[file]
     model = next(key for key in sorted(MODELS, key=len, reverse=True) if file.startswith(key))
     proof = proof_of(load_plan(WRONG / f"{file}.yaml"), model, leg)
     found = first_finding(proof)
     assert (found.name, found.kind) == (name, kind)
-    assert advice in found.advice
+    assert advice in found.advice.replace(f"{WRONG}/", "")
+    assert found.tried == tried
     if kind not in {"refused by bind", "crash"}:
         assert proof.legs[0].wrong
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from dtplan import __version__
 from dtplan._errors import ApplyError, BindError
 from dtplan.plan.spec import Plan
-from dtplan.planner.bind import bind, find_plan
+from dtplan.planner.bind import find_plan
 from dtplan.planner.meta import meta_model
-from dtplan.prove.diagnose import diagnose
 from dtplan.prove.oracle import BOUND, Outcome, outcome
 from dtplan.prove.pool import GlooPool
-from dtplan.prove.ranks import STEPPED, STEPS, Job, errors_on_rank, train
+from dtplan.prove.ranks import STEPPED, STEPS, Job, bound_plan, errors_on_rank, train
+from dtplan.prove.repair import Repairs
 from dtplan.prove.result import Finding, Leg, LegResult, Proof
 from dtplan.prove.shrink import CannotProveError, Choice, live_model, shrink, token_batch
 from dtplan.prove.simulated import simulated_ranks
@@ -111,9 +111,9 @@ def prove_model(
     """
     job, walk = job_of(make(), plan, legs[0], legs, seed=seed)
     on_leg(None, len(legs))
-    results = []
+    results, repairs = [], Repairs(walk) if explain else None
     for leg in legs:
-        results.append(_run(dataclasses.replace(job, leg=leg), walk if explain else None))
+        results.append(_run(dataclasses.replace(job, leg=leg), repairs))
         on_leg(results[-1], len(legs))
     return Proof(
         plan=given,
@@ -161,27 +161,18 @@ def _unsharded_run(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Walk,
     return walk, truth, {name: p.detach() for name, p in reference.named_parameters()}
 
 
-def _run(job: Job, walk: Walk | None) -> LegResult:
+def _run(job: Job, repairs: Repairs | None) -> LegResult:
     """One leg: bound, run on its world, and diagnosed where it fails."""
     start = time.perf_counter()
     try:
-        told = _compared(job, walk)
+        told = _compared(job, repairs)
     except BindError as error:
         told = LegResult(leg=job.leg, verdict="refuted", findings=refusals(error))
     return dataclasses.replace(told, seconds=round(time.perf_counter() - start, 3))
 
 
-def _compared(job: Job, walk: Walk | None) -> LegResult:
-    leg = job.leg
-    bound = bind(
-        job.model,
-        job.plan,
-        tp=leg.tp,
-        shard=leg.shard,
-        replicate=leg.replicate,
-        sequence_parallel=leg.sequence_parallel,
-        loss_parallel=leg.loss_parallel,
-    )
+def _compared(job: Job, repairs: Repairs | None) -> LegResult:
+    leg, bound = job.leg, bound_plan(job)
     if later := sorted({wanted for module in bound.modules for wanted in module.later}):
         return LegResult(leg=leg, verdict="not run", reason=f"parallelize cannot do yet: {', '.join(later)}")
     try:
@@ -190,7 +181,7 @@ def _compared(job: Job, walk: Walk | None) -> LegResult:
         pool_failed = leg.world == "gloo processes" and isinstance(error, ApplyError)
         if pool_failed or "were not all done" in str(error):  # slow, or a matter of the machine
             return LegResult(leg=leg, verdict="not run", reason=str(error))
-        return LegResult(leg=leg, verdict="refuted", findings=diagnose(job, bound, walk, error) if walk else ())
+        return LegResult(leg=leg, verdict="refuted", findings=repairs.findings(job, bound, error) if repairs else ())
     names = dict.fromkeys(name for found in ranks for name in found)
     worst = {name: max(found.get(name, 0.0) for found in ranks) for name in names}
     wrong = {name: error for name, error in worst.items() if not error <= BOUND}
@@ -203,7 +194,7 @@ def _compared(job: Job, walk: Walk | None) -> LegResult:
         largest_error=worst[largest],
         largest_at=largest,
         wrong=wrong,
-        findings=diagnose(job, bound, walk) if wrong and walk else (),
+        findings=repairs.findings(job, bound) if wrong and repairs else (),
     )
 
 

@@ -53,6 +53,9 @@ class Finding:
     says: str
     rule: str = ""
     advice: str = ""
+    """What to write."""
+    tried: str = ""
+    """What a run of the leg with the advice gave; empty where none was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,8 @@ def _finding(finding: Finding) -> list[str]:
         lines.append(f"        rule: {finding.rule}")
     if finding.advice:
         lines.append(f"        -> {finding.advice}")
+    if finding.tried:
+        lines.append(f"        run: {finding.tried}")
     return lines
 
 

@@ -1,0 +1,295 @@
+"""What to write instead: repairs of a wrong plan that were run, and what came of it.
+
+A diagnosis knows the word that is missing for most faults. For a fused dim that is cut in the wrong pieces, heads
+that do not belong together, or sizes of the whole in a module's code it does not: the layouts that the plan's own
+units allow are tried one after another. Nothing is advised as right that was not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from dtplan._errors import BindError
+from dtplan.plan.read import config_field
+from dtplan.planner.bound import BoundModule, BoundPlan, BoundTensor
+from dtplan.planner.stored import Stored
+from dtplan.prove import edits
+from dtplan.prove.diagnose import UNEXPLAINED, Cause, diagnose
+from dtplan.prove.edits import Edit
+from dtplan.prove.oracle import BOUND
+from dtplan.prove.ranks import Job, bound_plan, errors_on_rank
+from dtplan.prove.result import Finding
+from dtplan.prove.simulated import simulated_ranks
+from dtplan.prove.walk import Walk
+
+Edits = tuple[Edit, ...]
+TRIES = 12
+"""Runs of a leg, a few tenths of a second each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A run with some edits: how many calls finish before something is wrong, and what that is."""
+
+    edits: Edits
+    reach: int
+    then: Finding | None
+    """None where the leg is proved."""
+
+
+class Repairs:
+    """The findings of refuted legs, with repairs. A leg that fails as an earlier one did tries only what helped."""
+
+    def __init__(self, truth: Walk) -> None:
+        self._truth = truth
+        self._known: dict[tuple[str, str], Edits] = {}
+
+    def findings(self, job: Job, bound: BoundPlan, error: Exception | None = None) -> tuple[Finding, ...]:
+        """Why the leg failed, and what a run with the advice gave."""
+        causes = diagnose(job, bound, self._truth, error)
+        if not causes:
+            return (UNEXPLAINED,)
+        told = [cause.finding for cause in causes]
+        if job.leg.ranks > job.leg.tp:
+            return tuple(told)  # told from gradients alone; the legs without FSDP2 say more
+        bench = _Bench(job, bound, self._truth)
+        first = causes[0]
+        key = first.finding.kind, first.finding.rule or edits.pattern_of(first.finding.name)
+        tries = [self._known[key]] if key in self._known else [*_said(causes), *bench.layouts(first)]
+        best = bench.best(first, (wanted for wanted in tries if wanted))
+        self._known.setdefault(key, best.edits if best else ())
+        if best is not None:
+            return tuple(bench.told(causes, best))
+        if bench.runs and not first.edits:
+            told[0] = dataclasses.replace(told[0], tried=f"{bench.runs} other layouts; none makes it right")
+        return tuple(told)
+
+
+def _said(causes: Sequence[Cause]) -> Iterator[Edits]:
+    """What the diagnosis says to write: for the first cause, then for all of them."""
+    yield causes[0].edits
+    if len(causes) > 1:
+        yield tuple(edit for cause in causes for edit in cause.edits)
+
+
+class _Bench:
+    """One refuted leg, and runs of it with other plans."""
+
+    def __init__(self, job: Job, bound: BoundPlan, truth: Walk) -> None:
+        self.job, self.truth, self.runs = job, truth, 0
+        self.modules: dict[str, BoundModule] = {name: m for m in bound.modules for name in m.names}
+        self.units = [unit for unit in _units(job) if unit.count % bound.tp == 0]
+
+    # --- runs
+
+    def best(self, cause: Cause, tries: Iterable[Edits]) -> _Attempt | None:
+        """The first of ``tries`` with which the leg is proved, else the one that leads furthest beyond ``cause``."""
+        found, reach = None, self._reach(cause)
+        for wanted in tries:
+            if self.runs == TRIES:
+                break
+            attempt = self._run(wanted)
+            if attempt is not None and attempt.then is None:
+                return self._least(attempt)
+            if attempt is not None and attempt.reach > reach:
+                found, reach = attempt, attempt.reach
+        return found
+
+    def _run(self, wanted: Edits) -> _Attempt | None:
+        trial = dataclasses.replace(self.job, plan=edits.edited(self.job.plan, self.job.model, wanted))
+        try:
+            bound = bound_plan(trial)
+        except BindError:
+            return None
+        if any(module.later for module in bound.modules):
+            return None
+        self.runs += 1
+        causes = diagnose(trial, bound, self.truth)
+        if causes:
+            return _Attempt(wanted, self._reach(causes[0]), causes[0].finding)
+        ranks = simulated_ranks(trial.leg.ranks, errors_on_rank, trial)
+        proved = all(error <= BOUND for found in ranks for error in found.values())
+        return _Attempt(wanted, self._reach(Cause(UNEXPLAINED)), None if proved else UNEXPLAINED)
+
+    def _reach(self, cause: Cause) -> int:
+        finished = self.truth.finished
+        return finished.index(cause.at) if cause.at in finished else len(finished)
+
+    def _least(self, proved: _Attempt) -> _Attempt:
+        """Without the localized numbers that are not needed."""
+        for i, edit in enumerate(proved.edits):
+            rule = edits.rule_of(edits.edited(self.job.plan, self.job.model, (edit,)), self.job.model, edit.name)
+            if not edit.text.startswith("localize") or rule is None:
+                continue
+            for number in rule.localize:
+                rest = [n for n in rule.localize if n != number]
+                fewer = (edits.localize(edit.name, rest),) if rest else ()
+                again = self._run((*proved.edits[:i], *fewer, *proved.edits[i + 1 :]))
+                if again is not None and again.then is None:
+                    return self._least(again)
+        return proved
+
+    # --- what to try
+
+    def layouts(self, cause: Cause) -> Iterator[Edits]:
+        """Other cuts of what was computed before a wrong output, and other numbers for the code that reads it."""
+        if not cause.at:
+            return
+        call = cause.finding.name.split("#")[0]
+        suspects = self._suspects(cause.finding.name)
+        cuts = [edit for name in suspects for edit in self._cuts(name)]
+        joined = self._joined(suspects)
+        several: list[Edits] = [*joined, *((cut,) for cut in cuts)]
+        yield from joined
+        if cause.finding.what == "crash":
+            numbers = tuple(self._numbers(call, suspects))
+            for wanted in ((), *several) if numbers else ():
+                yield (*wanted, *numbers)
+        yield from several[len(joined) :]
+        for owner in dict.fromkeys(name.rpartition(".")[0] for name in suspects):
+            if owner in self.modules and self.modules[owner].localize:
+                for wanted in ((), *several):
+                    yield (*wanted, edits.localize(owner, ()))
+
+    def _joined(self, suspects: Sequence[str]) -> list[Edits]:
+        """Linears that are whole beside cut ones, cut as well: in units as wide as those of the others, or in any."""
+        wholes = [name for name in suspects if _is_whole_linear(self.modules[name])]
+        if not wholes:
+            return []
+        counts = {unit.name: unit.count for unit in self.units}
+        cut = [t for name in suspects for t in self.modules[name].tensors if t.unit in counts and t.placement.dim == 0]
+        widths = {t.shape[0] // counts[t.unit or ""] for t in cut}
+        rows = self.modules[wholes[0]].tensors[0].shape[0]
+        units = sorted(self.units, key=lambda unit: rows % unit.count != 0 or rows // unit.count not in widths)
+        return [tuple(edits.colwise(name, unit.name) for name in wholes) for unit in units]
+
+    def _suspects(self, call: str) -> list[str]:
+        """Modules with parameters that worked on what ``call`` read, last first, back to where ranks' work joined."""
+        name, calls = call.split("#", maxsplit=1)[0], self.truth.finished
+        found: list[str] = []
+        for earlier in reversed(calls[: calls.index(call) + 1]):
+            other = earlier.split("#")[0]
+            module = self.modules.get(other)
+            if module is None:
+                continue
+            joins = any(move.op in ("reduce", "scatter") for move in module.outputs)
+            if joins and other != name and not other.startswith(name + "."):
+                break
+            if any(not tensor.buffer for tensor in module.tensors):
+                found.append(other)
+        return list(dict.fromkeys(found))
+
+    def _cuts(self, name: str) -> Iterator[Edit]:
+        """Every other way in which the plan's units make up the dims that are cut in ``name``."""
+        for tensor in self.modules[name].tensors:
+            if tensor.placement.dim is None or tensor.buffer:
+                continue
+            ruled = f"{name}.{tensor.name}"
+            if edits.rule_of(self.job.plan, self.job.model, ruled) is None:
+                ruled = name
+                if tensor.name == "bias":
+                    continue  # it goes with its weight
+            size, seen = tensor.shape[tensor.placement.dim], {tensor.sections}
+            for parts in self._parts(tensor):
+                counts = [unit.count for unit in parts]
+                rows = tuple(size // sum(counts) * count for count in counts) if len(parts) > 1 else ()
+                if size % sum(counts) or rows in seen:
+                    continue
+                seen.add(rows)
+                units = [unit.name for unit in parts]
+                edit = edits.sections(ruled, units) if rows else edits.one_piece(ruled, units[0])
+                now = _first_rank(tensor.sections or (size,), self.job.leg.tp)
+                then = _first_rank(rows or (size,), self.job.leg.tp)
+                yield dataclasses.replace(edit, note=f"; of {size} rows rank 0 then holds {then}, not {now}")
+
+    def _parts(self, tensor: BoundTensor) -> Iterator[tuple[_Unit, ...]]:
+        own = [unit for unit in self.units if unit.name == tensor.unit]
+        for u in (*own, *(unit for unit in self.units if unit not in own)):
+            yield u, u
+            yield from ((u, v, v) for v in self.units if v is not u and u.count % v.count == 0)
+            yield u, u, u
+            yield (u,)
+
+    def _numbers(self, call: str, suspects: Sequence[str]) -> Iterator[Edit]:
+        """Every whole number of the crashed module, and of cut ones in it, that may be a size of the whole."""
+        sizes = {unit.count for unit in self.units}
+        for name in suspects:
+            for tensor in self.modules[name].tensors:
+                if tensor.placement.dim is not None:
+                    sizes |= {tensor.shape[tensor.placement.dim], *tensor.sections}
+        inside = [name for name in suspects if name.startswith(call + ".")]
+        read = [name for name in inside if self.modules[name].kind not in ("Linear", "Embedding")]
+        for name in dict.fromkeys((call, *read)):
+            numbers = list(self._sizes_in(self.job.model.get_submodule(name), sizes))
+            if numbers:
+                yield edits.localize(name, numbers)
+
+    def _sizes_in(self, module: nn.Module, sizes: set[int]) -> Iterator[str]:
+        for attribute, value in vars(module).items():
+            if type(value) is int and value in sizes and value % self.job.leg.tp == 0:
+                yield attribute
+        config = getattr(module, "config", None)
+        for unit in self.units:
+            field = unit.field.rpartition(".")[2]
+            if getattr(config, field, None) == unit.count:
+                yield f"config.{field}"
+
+    # --- words
+
+    def told(self, causes: Sequence[Cause], best: _Attempt) -> Iterator[Finding]:
+        """The findings, with what was written and what a run with it gave."""
+        said = {edit for cause in causes for edit in cause.edits}
+        mended = [cause for cause in causes if cause.edits and set(cause.edits) <= set(best.edits)]
+        advice = "; ".join(self._spell(edit) for edit in best.edits)
+        for cause in causes:
+            if cause in mended:
+                yield dataclasses.replace(cause.finding, tried=_outcome(best, len(mended)))
+            elif cause is causes[0] and not set(best.edits) & said:
+                yield dataclasses.replace(cause.finding, advice=advice, tried=_outcome(best, 1))
+            else:
+                yield cause.finding
+
+    def _spell(self, edit: Edit) -> str:
+        rule = edits.rule_of(self.job.plan, self.job.model, edit.name)
+        place = f" ({rule.at})" if rule else ""
+        return f"`{edits.pattern_of(edit.name)}`{place}: write {edit}{edit.note}"
+
+
+def _outcome(attempt: _Attempt, causes: int) -> str:
+    """What the run gave; ``causes`` is how many findings were mended together."""
+    wanted = "this" if causes == 1 else f"all {causes} of these"
+    if attempt.then is None:
+        return f"with {wanted}, the leg is proved"
+    right = "all outputs are right" if attempt.then.what != "output" else "this output is right"
+    return f"with {wanted}, {right}; what is wrong then is {attempt.then.name} ({attempt.then.kind})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    name: str
+    field: str
+    count: int
+
+
+def _units(job: Job) -> Iterator[_Unit]:
+    """The plan's units, also those that no rule uses, with their counts in the model's config."""
+    for unit in job.plan.units.values():
+        counts = ((field, config_field(job.model.config, field)) for field in unit.fields)
+        field, count = next(((f, c) for f, c in counts if isinstance(c, int) and c > 0), ("", 0))
+        if count and unit.indivisible == "error":
+            yield _Unit(unit.name, field, count)
+
+
+def _is_whole_linear(module: BoundModule) -> bool:
+    return module.kind in ("Linear", "Conv1D") and module.style == "replicate"
+
+
+def _first_rank(sizes: Sequence[int], tp: int) -> str:
+    """The rows of a fused dim that rank 0 keeps."""
+    stored = Stored.of("", sizes, 0, tp)
+    runs = list(stored.runs(0, sum(sizes) // tp))
+    return " and ".join(f"{run.start}-{run.start + run.size - 1}" for run in runs)
