@@ -19,7 +19,8 @@ from dtplan.prove.held import held
 from dtplan.prove.oracle import BOUND
 from dtplan.prove.proof import legs_of, prove, prove_model
 from dtplan.prove.result import Finding, Leg, Proof
-from dtplan.prove.shrink import CannotProveError, live_model, shrink, token_batch
+from dtplan.prove.shrink import CannotProveError, live_model, refuse_unfit, shrink, token_batch
+from dtplan.prove.tell import as_text
 
 WRONG = Path(__file__).parent / "plans" / "wrong"
 LLAMA_7B: dict[str, Any] = {
@@ -355,7 +356,10 @@ def test_a_replay_tells_the_same(tmp_path: Path) -> None:
     ("config", "text"),
     [
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "does not run on token ids alone"),
-        ({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}, "has no `num_attention_heads`"),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+            "refuses its shrunken config (ValueError: embed_dim must be divisible by num_heads",
+        ),
     ],
 )
 def test_a_model_that_needs_more_than_tokens_exits_with_2(tmp_path: Path, config: dict[str, Any], text: str) -> None:
@@ -365,6 +369,27 @@ def test_a_model_that_needs_more_than_tokens_exits_with_2(tmp_path: Path, config
     assert isinstance(found.exception, CannotProveError)
     assert text in str(found.exception)
     assert found.exception.exit_code == 2
+
+
+def test_a_model_that_is_large_even_when_shrunken_is_not_built() -> None:
+    with pytest.raises(CannotProveError, match=r"6,738,415,616 parameters even when shrunken"):
+        refuse_unfit(transformers.LlamaForCausalLM, transformers.LlamaConfig())
+
+
+def test_a_nested_config_is_proved_where_tokens_are_enough(tmp_path: Path) -> None:
+    """Nothing is claimed of the vision tower, which takes no part."""
+    vision = {"model_type": "clip_vision_model", "hidden_size": 1024, "num_attention_heads": 16, "image_size": 336}
+    text = {**LLAMA_7B, "vocab_size": 32064}
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    file = config_file(tmp_path, {**config, "text_config": text, "vision_config": vision})
+    proof = prove(WRONG.parent / "llava.yaml", file, tp=[2], sequence_parallel="on")
+    assert_proved(proof, legs=2)
+    used = {choice.field: choice.used for choice in proof.choices}
+    assert used["text_config.num_attention_heads"] == 4
+    assert used["vision_config.hidden_size"] < 1024
+    assert proof.not_called
+    assert all("vision_tower" in name or "projector" in name for name in proof.not_called)
+    assert f"{len(proof.not_called)} parameters take no part on tokens alone" in as_text(proof)
 
 
 def test_an_old_torch_exits_with_2_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from dtplan.prove.pool import GlooPool
 from dtplan.prove.ranks import STEPPED, STEPS, Job, bound_plan, errors_on_rank, train
 from dtplan.prove.repair import Repairs
 from dtplan.prove.result import Finding, Leg, LegResult, Proof
-from dtplan.prove.shrink import CannotProveError, Choice, live_model, shrink, token_batch
+from dtplan.prove.shrink import CannotProveError, Choice, live_model, refuse_unfit, shrink, token_batch
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.prove.walk import Walk
 
@@ -64,6 +64,7 @@ def prove(
     real = meta_model(model)
     found = find_plan(real, plan, tp=max(tp))
     config, choices = shrink(real.config, tp)
+    refuse_unfit(type(real), config)
     return prove_model(
         lambda: live_model(type(real), config, seed),
         found,
@@ -127,6 +128,7 @@ def prove_model(
         choices=choices,
         legs=tuple(results),
         zero_gradients=tuple(sorted(job.zero)),
+        not_called=tuple(name for name, _ in job.model.named_parameters() if name not in job.truth.grads),
     )
 
 

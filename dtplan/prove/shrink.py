@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Choice:
 LEAST_VOCABULARY = 64
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
 _WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner")
+_NO_SIZES = ("dtype", "use_cache", "transformers_version")
 _WINDOW = 4
 """Shorter than the batch's sequences, so that a sliding window hides something."""
 
@@ -61,22 +62,51 @@ def shrink(config: Any, degrees: Iterable[int]) -> tuple[Any, tuple[Choice, ...]
     Raises:
         CannotProveError: the config lacks a size that every decoder has, or its class refuses the small ones.
     """
+    text = config.get_text_config(decoder=True)
     given = config.to_dict()
-    read = _Reader(config, given)
-    small = _sizes(read, sorted(set(degrees)))
-    small |= _layers(read)
-    small |= {key: 0.0 for key, value in given.items() if _is_dropout(key) and value}
-    changed = {read.key(field): value for field, value in small.items()}
+    subs = {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
+    if any(sub is text for sub in subs.values()):
+        changed = {key: _within(sub, degrees, is_text=sub is text) for key, sub in subs.items()}
+    else:
+        changed = _changes(config, sorted(set(degrees)))
     fixed: dict[str, Any] = {"dtype": "float64", "use_cache": False, "attn_implementation": "eager"}
-    if any(read.get(field) for field in _COUNTS):
+    if any(getattr(text, field, None) for field in _COUNTS):
         fixed["experts_implementation"] = "eager"  # the grouped kernel has no float64
     try:
         built = type(config).from_dict({**given, **changed, **fixed})
     except Exception as error:
         raise CannotProveError(f"{type(config).__name__} refuses its shrunken form {changed}: {error}") from error
-    found = built.to_dict()
-    choices = [Choice(field=k, real=given[k], used=found[k]) for k in changed if k in given and given[k] != found[k]]
-    return built, tuple(sorted(choices, key=lambda choice: choice.field))
+    return built, tuple(differences(config, built, changed))
+
+
+def _changes(config: Any, degrees: Sequence[int], *, is_text: bool = True) -> dict[str, Any]:
+    """The fields of one config that are not nested, and their values once shrunken."""
+    given = config.to_dict()
+    read = _Reader(config, given)
+    small = _sizes(read, degrees, is_text=is_text) | _layers(read)
+    small |= {key: 0.0 for key, value in given.items() if _is_dropout(key) and value}
+    return {read.key(field): value for field, value in small.items()}
+
+
+def _within(config: Any, degrees: Iterable[int], *, is_text: bool) -> dict[str, Any]:
+    """A config within another, shrunken; one that is not the text model's stays as it is if its sizes are unknown."""
+    try:
+        changed = _changes(config, sorted(set(degrees)), is_text=is_text)
+    except CannotProveError:
+        if is_text:
+            raise
+        changed = {}
+    return {**config.to_dict(), **changed}
+
+
+def differences(real: Any, used: Any, fields: Iterable[str], under: str = "") -> Iterator[Choice]:
+    """Those of ``fields`` in which two configs differ, and theirs within them, sorted by name."""
+    for field in sorted(fields):
+        a, b = getattr(real, field, None), getattr(used, field, None)
+        if hasattr(a, "to_dict") and hasattr(b, "to_dict"):
+            yield from differences(a, b, a.to_dict(), f"{under}{field}.")
+        elif a != b and field not in _NO_SIZES:
+            yield Choice(field=under + field, real=a, used=b)
 
 
 class _Reader:
@@ -102,8 +132,8 @@ class _Reader:
         return self._given.items()
 
 
-def _sizes(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
-    heads, hidden, vocab = (read.need(f) for f in ("num_attention_heads", "hidden_size", "vocab_size"))
+def _sizes(read: _Reader, degrees: Sequence[int], *, is_text: bool) -> dict[str, Any]:
+    heads, hidden = read.need("num_attention_heads"), read.need("hidden_size")
     kv_heads = read.get("num_key_value_heads") or heads
     head_dim = read.get("head_dim") or hidden // heads
     small_kv = _least_kv_heads(heads, kv_heads, degrees)
@@ -117,8 +147,11 @@ def _sizes(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "num_attention_heads": small_heads,
         "hidden_size": small_hidden,
-        "vocab_size": _like(vocab, LEAST_VOCABULARY, degrees),
     }
+    if is_text:
+        sizes["vocab_size"] = _like(read.need("vocab_size"), LEAST_VOCABULARY, degrees)
+    if isinstance(patch := read.get("patch_size"), int) and isinstance(read.get("image_size"), int):
+        sizes["image_size"] = 2 * patch
     if read.get("num_key_value_heads"):
         sizes["num_key_value_heads"] = small_kv
     if read.get("head_dim") and not read.get("qk_rope_head_dim"):  # MLA's heads have widths of their own, which stay
@@ -133,7 +166,7 @@ def _sizes(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
         if isinstance(count := read.get(field), int) and count > 2 * top:
             sizes[field] = _like(count, 2 * top, degrees)
     for key, value in read.items():
-        if key.endswith("_token_id") and isinstance(value, int) and value >= sizes["vocab_size"]:
+        if key.endswith("_token_id") and isinstance(value, int) and value >= sizes.get("vocab_size", value + 1):
             sizes[key] = sizes["vocab_size"] - 1
     if isinstance(window := read.get("sliding_window"), int) and window > _WINDOW:
         sizes["sliding_window"] = _WINDOW
@@ -190,6 +223,30 @@ def _is_dropout(key: str) -> bool:
 
 # ---------------------------------------------------------------------------------------------------- live models
 
+_MOST_PARAMETERS = 50_000_000
+"""Of a shrunken model; 8 bytes each, twice on every simulated rank."""
+
+
+def refuse_unfit(cls: type[nn.Module], config: Any) -> None:
+    """Look at a shrunken model on the meta device before anything of it is built.
+
+    Raises:
+        CannotProveError: the class refuses the config, or has too many parameters for this CPU.
+    """
+    try:
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in cls(config).parameters())
+    except Exception as error:
+        raise CannotProveError(
+            f"{cls.__name__} refuses its shrunken config ({type(error).__name__}: {error}): its sizes have other "
+            "names than those that are known; nothing is said about the plan"
+        ) from error
+    if count > _MOST_PARAMETERS:
+        raise CannotProveError(
+            f"{cls.__name__} has {count:,} parameters even when shrunken, because its config has sizes of other names "
+            f"than those that are known; at most {_MOST_PARAMETERS:,} are built: nothing is said about the plan"
+        )
+
 
 def live_model(cls: type[nn.Module], config: Any, seed: int) -> nn.Module:
     """``cls(config)`` in float64 with random parameters: none has a gradient that is small by symmetry."""
@@ -206,7 +263,8 @@ def live_model(cls: type[nn.Module], config: Any, seed: int) -> nn.Module:
 def token_batch(config: Any, *, rows: int, length: int, seed: int) -> dict[str, Tensor]:
     """Random tokens [rows, length] and their labels; each row ignores as many, so that means of parts agree."""
     generator = torch.Generator().manual_seed(seed + 1)
-    ids = torch.randint(0, config.vocab_size, (rows, length), generator=generator)
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels = ids.clone()
     labels[:, :3] = -100
     return {"input_ids": ids, "labels": labels}
