@@ -128,7 +128,7 @@ def prove_model(
         choices=choices,
         legs=tuple(results),
         zero_gradients=tuple(sorted(job.zero)),
-        not_called=tuple(name for name, _ in job.model.named_parameters() if name not in job.truth.grads),
+        idle=tuple(name for name, _ in job.model.named_parameters() if name not in job.truth.grads),
     )
 
 

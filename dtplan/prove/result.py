@@ -92,7 +92,7 @@ class Proof:
     legs: tuple[LegResult, ...]
     zero_gradients: tuple[str, ...] = ()
     """Parameters whose true gradient is zero up to rounding: compared against the largest gradient of all."""
-    not_called: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
     """Parameters that take no part in a forward on tokens, such as those for images: nothing is said of them."""
     dtype: str = "float64"
     measure: str = (

@@ -103,7 +103,7 @@ def differences(real: Any, used: Any, fields: Iterable[str], under: str = "") ->
     """Those of ``fields`` in which two configs differ, and theirs within them, sorted by name."""
     for field in sorted(fields):
         a, b = getattr(real, field, None), getattr(used, field, None)
-        if hasattr(a, "to_dict") and hasattr(b, "to_dict"):
+        if a is not None and hasattr(a, "to_dict") and hasattr(b, "to_dict"):
             yield from differences(a, b, a.to_dict(), f"{under}{field}.")
         elif a != b and field not in _NO_SIZES:
             yield Choice(field=under + field, real=a, used=b)
@@ -148,16 +148,18 @@ def _sizes(read: _Reader, degrees: Sequence[int], *, is_text: bool) -> dict[str,
         "num_attention_heads": small_heads,
         "hidden_size": small_hidden,
     }
-    if is_text:
-        sizes["vocab_size"] = _like(read.need("vocab_size"), LEAST_VOCABULARY, degrees)
-    if isinstance(patch := read.get("patch_size"), int) and isinstance(read.get("image_size"), int):
-        sizes["image_size"] = 2 * patch
     if read.get("num_key_value_heads"):
         sizes["num_key_value_heads"] = small_kv
     if read.get("head_dim") and not read.get("qk_rope_head_dim"):  # MLA's heads have widths of their own, which stay
         sizes["head_dim"] = small_dim
     if isinstance(rotated, int):
         sizes["rotary_dim"] = small_dim * rotated // head_dim
+    return sizes | _widths(read, small_hidden, degrees) | (_vocabulary(read, degrees) if is_text else _image(read))
+
+
+def _widths(read: _Reader, small_hidden: int, degrees: Sequence[int]) -> dict[str, Any]:
+    """Columns of the MLPs, experts, and the window of attention."""
+    sizes: dict[str, Any] = {}
     for field in ("intermediate_size", *_WIDTHS):
         if isinstance(read.get(field), int):
             sizes[field] = _like(read.need(field), small_hidden + small_hidden // 2, degrees)
@@ -165,12 +167,21 @@ def _sizes(read: _Reader, degrees: Sequence[int], *, is_text: bool) -> dict[str,
     for field in _COUNTS:
         if isinstance(count := read.get(field), int) and count > 2 * top:
             sizes[field] = _like(count, 2 * top, degrees)
-    for key, value in read.items():
-        if key.endswith("_token_id") and isinstance(value, int) and value >= sizes.get("vocab_size", value + 1):
-            sizes[key] = sizes["vocab_size"] - 1
     if isinstance(window := read.get("sliding_window"), int) and window > _WINDOW:
         sizes["sliding_window"] = _WINDOW
     return sizes
+
+
+def _vocabulary(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
+    size = _like(read.need("vocab_size"), LEAST_VOCABULARY, degrees)
+    ids = {key: value for key, value in read.items() if key.endswith("_token_id") and isinstance(value, int)}
+    return {"vocab_size": size, **{key: size - 1 for key, value in ids.items() if value >= size}}
+
+
+def _image(read: _Reader) -> dict[str, Any]:
+    """Two patches each way."""
+    patch, image = read.get("patch_size"), read.get("image_size")
+    return {"image_size": 2 * patch} if isinstance(patch, int) and isinstance(image, int) else {}
 
 
 def _least_kv_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> int:

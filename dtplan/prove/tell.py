@@ -31,11 +31,9 @@ def as_text(proof: Proof) -> str:
             f"{len(proof.zero_gradients)} gradients are zero up to rounding and measured against the largest of all: "
             + names
         )
-    if proof.not_called:
-        names = ", ".join(proof.not_called[:2])
-        lines.append(
-            f"{len(proof.not_called)} parameters take no part on tokens alone, nothing is said of them: {names}"
-        )
+    if proof.idle:
+        names = ", ".join(proof.idle[:2])
+        lines.append(f"{len(proof.idle)} parameters take no part on tokens alone, nothing is said of them: {names}")
     lines.append("")
     for leg in proof.legs:
         lines += _leg(leg)
