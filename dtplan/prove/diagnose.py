@@ -143,7 +143,9 @@ class _Case:
         if unclear:
             says += f"; `{unclear[0][0]}` before it does not fit either ({unclear[0][1].says})"
             advice = "look at how the inputs of that module are cut: order of fused parts, heads, or a missing gather"
-        if found.kind == PARTIAL:
+        if found.kind == PARTIAL and self._joins(name):
+            advice = "its terms are summed, and are too small: something in them depends on how much of it a rank has"
+        elif found.kind == PARTIAL:
             advice, edits = "reduce it: `output: residual` (or R)", (output_residual(name),)
         elif whole_ones:
             told = ", ".join(f"`{tensor}`" for tensor in whole_ones)
@@ -186,9 +188,13 @@ class _Case:
     def _added_by_all(self, name: str) -> list[str]:
         """Whole parameters of a module whose output is a sum over ranks."""
         module = self.modules.get(name)
-        if module is None or not any(move.op in ("reduce", "scatter") for move in module.outputs):
+        if module is None or not self._joins(name):
             return []
         return [t.name for t in module.tensors if not t.buffer and t.placement.dim is None and not t.once]
+
+    def _joins(self, name: str) -> bool:
+        """Whether the module's output is summed over ranks."""
+        return name in self.modules and any(move.op in ("reduce", "scatter") for move in self.modules[name].outputs)
 
     def _blocks(self, name: str) -> int:
         module = self.modules.get(name)
@@ -270,7 +276,7 @@ class _Case:
             module = self.modules.get(name)
             if module is None:
                 continue
-            if any(move.op in ("reduce", "scatter") for move in module.outputs):
+            if self._joins(name):
                 break
             cut = any(tensor.placement.dim is not None for tensor in module.tensors)
             if cut and module.inputs and all(move.op == "keep" for move in module.inputs):

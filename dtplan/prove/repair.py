@@ -15,6 +15,7 @@ from torch import nn
 
 from dtplan._errors import BindError
 from dtplan.plan.read import config_field
+from dtplan.plan.spec import P
 from dtplan.planner.bound import BoundModule, BoundPlan, BoundTensor
 from dtplan.planner.stored import Stored
 from dtplan.prove import edits
@@ -42,7 +43,9 @@ class _Attempt:
 
 
 class Repairs:
-    """The findings of refuted legs, with repairs. A leg that fails as an earlier one did tries only what helped."""
+    """The findings of refuted legs, with repairs. What helped in one leg is tried first in those after it, and is all
+    that is tried where a leg fails as an earlier one did.
+    """
 
     def __init__(self, truth: Walk) -> None:
         self._truth = truth
@@ -59,13 +62,17 @@ class Repairs:
         bench = _Bench(job, bound, self._truth)
         first = causes[0]
         key = first.finding.kind, first.finding.rule or edits.pattern_of(first.finding.name)
-        tries = [self._known[key]] if key in self._known else [*_said(causes), *bench.layouts(first)]
-        best = bench.best(first, (wanted for wanted in tries if wanted))
+        if key in self._known:
+            tries = [self._known[key]]
+        else:
+            tries = [*self._known.values(), *_said(causes), *bench.layouts(first)]
+        best = bench.best(first, (wanted for wanted in dict.fromkeys(tries) if wanted))
         self._known.setdefault(key, best.edits if best else ())
         if best is not None:
             return tuple(bench.told(causes, best))
-        if bench.runs and not first.edits:
-            told[0] = dataclasses.replace(told[0], tried=f"{bench.runs} other layouts; none makes it right")
+        if bench.ran:
+            what = "this or another layout" if first.edits in bench.ran else "another layout"
+            told[0] = dataclasses.replace(told[0], tried=f"still wrong with {what} ({len(bench.ran)} runs)")
         return tuple(told)
 
 
@@ -80,7 +87,8 @@ class _Bench:
     """One refuted leg, and runs of it with other plans."""
 
     def __init__(self, job: Job, bound: BoundPlan, truth: Walk) -> None:
-        self.job, self.truth, self.runs = job, truth, 0
+        self.job, self.truth = job, truth
+        self.ran: list[Edits] = []
         self.modules: dict[str, BoundModule] = {name: m for m in bound.modules for name in m.names}
         self.units = [unit for unit in _units(job) if unit.count % bound.tp == 0]
 
@@ -90,7 +98,7 @@ class _Bench:
         """The first of ``tries`` with which the leg is proved, else the one that leads furthest beyond ``cause``."""
         found, reach = None, self._reach(cause)
         for wanted in tries:
-            if self.runs == TRIES:
+            if len(self.ran) == TRIES:
                 break
             attempt = self._run(wanted)
             if attempt is not None and attempt.then is None:
@@ -107,7 +115,7 @@ class _Bench:
             return None
         if any(module.later for module in bound.modules):
             return None
-        self.runs += 1
+        self.ran.append(wanted)
         causes = diagnose(trial, bound, self.truth)
         if causes:
             return _Attempt(wanted, self._reach(causes[0]), causes[0].finding)
@@ -121,16 +129,17 @@ class _Bench:
 
     def _least(self, proved: _Attempt) -> _Attempt:
         """Without the localized numbers that are not needed."""
-        for i, edit in enumerate(proved.edits):
-            rule = edits.rule_of(edits.edited(self.job.plan, self.job.model, (edit,)), self.job.model, edit.name)
-            if not edit.text.startswith("localize") or rule is None:
-                continue
-            for number in rule.localize:
-                rest = [n for n in rule.localize if n != number]
+        for edit in proved.edits:
+            alone = edits.edited(self.job.plan, self.job.model, (edit,))
+            rule = edits.rule_of(alone, self.job.model, edit.name)
+            numbers = list(rule.localize) if rule and edit.text.startswith("localize") else []
+            for number in tuple(numbers):
+                rest = [kept for kept in numbers if kept != number]
                 fewer = (edits.localize(edit.name, rest),) if rest else ()
-                again = self._run((*proved.edits[:i], *fewer, *proved.edits[i + 1 :]))
+                others = tuple(e for e in proved.edits if e.name != edit.name or not e.text.startswith("localize"))
+                again = self._run((*others, *fewer))
                 if again is not None and again.then is None:
-                    return self._least(again)
+                    proved, numbers = again, rest
         return proved
 
     # --- what to try
@@ -143,6 +152,9 @@ class _Bench:
         suspects = self._suspects(cause.finding.name)
         cuts = [edit for name in suspects for edit in self._cuts(name)]
         joined = self._joined(suspects)
+        sums = [name for name in suspects if any(move.dst == P for move in self.modules[name].outputs)]
+        yield from ((edits.output_residual(name),) for name in sums)
+        yield tuple(edits.output_residual(name) for name in sums)
         several: list[Edits] = [*joined, *((cut,) for cut in cuts)]
         yield from joined
         if cause.finding.what == "crash":
@@ -186,8 +198,8 @@ class _Bench:
     def _cuts(self, name: str) -> Iterator[Edit]:
         """Every other way in which the plan's units make up the dims that are cut in ``name``."""
         for tensor in self.modules[name].tensors:
-            if tensor.placement.dim is None or tensor.buffer:
-                continue
+            if tensor.placement.dim is None or tensor.buffer or self.modules[name].style in ("rowwise", "vocab"):
+                continue  # what they read is cut as others hand it out
             ruled = f"{name}.{tensor.name}"
             if edits.rule_of(self.job.plan, self.job.model, ruled) is None:
                 ruled = name
@@ -216,15 +228,17 @@ class _Bench:
 
     def _numbers(self, call: str, suspects: Sequence[str]) -> Iterator[Edit]:
         """Every whole number of the crashed module, and of cut ones in it, that may be a size of the whole."""
-        sizes = {unit.count for unit in self.units}
-        for name in suspects:
-            for tensor in self.modules[name].tensors:
-                if tensor.placement.dim is not None:
-                    sizes |= {tensor.shape[tensor.placement.dim], *tensor.sections}
-        inside = [name for name in suspects if name.startswith(call + ".")]
-        read = [name for name in inside if self.modules[name].kind not in ("Linear", "Embedding")]
-        for name in dict.fromkeys((call, *read)):
-            numbers = list(self._sizes_in(self.job.model.get_submodule(name), sizes))
+        counts = {unit.count for unit in self.units}
+        sizes: dict[str, set[int]] = {
+            name: {t.shape[t.placement.dim] for t in self.modules[name].tensors if t.placement.dim is not None}
+            for name in suspects
+            if self.modules[name].style == "colwise"
+        }
+        sections = {size for name in sizes for tensor in self.modules[name].tensors for size in tensor.sections}
+        looked_at = {call: counts.union(sections, *sizes.values())}
+        looked_at |= {name: own for name, own in sizes.items() if self.modules[name].kind == "Conv1D"}
+        for name, wanted in looked_at.items():
+            numbers = list(self._sizes_in(self.job.model.get_submodule(name), wanted))
             if numbers:
                 yield edits.localize(name, numbers)
 
@@ -242,16 +256,14 @@ class _Bench:
 
     def told(self, causes: Sequence[Cause], best: _Attempt) -> Iterator[Finding]:
         """The findings, with what was written and what a run with it gave."""
-        said = {edit for cause in causes for edit in cause.edits}
         mended = [cause for cause in causes if cause.edits and set(cause.edits) <= set(best.edits)]
+        if {edit for cause in mended for edit in cause.edits} == set(best.edits):
+            for cause in causes:
+                yield dataclasses.replace(cause.finding, tried=_outcome(best, len(mended) if cause in mended else 0))
+            return
         advice = "; ".join(self._spell(edit) for edit in best.edits)
-        for cause in causes:
-            if cause in mended:
-                yield dataclasses.replace(cause.finding, tried=_outcome(best, len(mended)))
-            elif cause is causes[0] and not set(best.edits) & said:
-                yield dataclasses.replace(cause.finding, advice=advice, tried=_outcome(best, 1))
-            else:
-                yield cause.finding
+        yield dataclasses.replace(causes[0].finding, advice=advice, tried=_outcome(best, 1))
+        yield from (cause.finding for cause in causes[1:])
 
     def _spell(self, edit: Edit) -> str:
         rule = edits.rule_of(self.job.plan, self.job.model, edit.name)
@@ -261,6 +273,8 @@ class _Bench:
 
 def _outcome(attempt: _Attempt, causes: int) -> str:
     """What the run gave; ``causes`` is how many findings were mended together."""
+    if not causes:
+        return ""
     wanted = "this" if causes == 1 else f"all {causes} of these"
     if attempt.then is None:
         return f"with {wanted}, the leg is proved"
