@@ -47,16 +47,16 @@ REPAIRS: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
         "phi3",
         (("[head, kv_head, kv_head]", "[kv_head, head, kv_head]"),),
         (
-            "`model.layers.*.self_attn.qkv_proj` (phi3.yaml:19:5): write `sections: [head, kv_head, kv_head]`; of 64 rows "
-            "rank 0 then holds 0-15 and 32-39 and 48-55, not 0-7 and 16-31 and 48-55"
+            "`model.layers.*.self_attn.qkv_proj` (phi3.yaml:19:5): write `sections: [head, kv_head, kv_head]`; of 64 "
+            "rows rank 0 then holds 0-15 and 32-39 and 48-55, not 0-7 and 16-31 and 48-55"
         ),
     ),
     "two parts for three": (
         "gpt2",
         (("sections: [head, head, head]", "sections: [head, head]"),),
         (
-            "`transformer.h.*.attn.c_attn` (gpt2.yaml:18:5): write `sections: [head, head, head]`; of 96 rows rank 0 then "
-            "holds 0-15 and 32-47 and 64-79, not 0-23 and 48-71"
+            "`transformer.h.*.attn.c_attn` (gpt2.yaml:18:5): write `sections: [head, head, head]`; of 96 rows rank 0 "
+            "then holds 0-15 and 32-47 and 64-79, not 0-23 and 48-71"
         ),
     ),
     "a parameter of experts in one piece": (

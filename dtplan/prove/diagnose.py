@@ -7,6 +7,7 @@ layer down, since a gradient that was never summed makes everything upstream of 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from dtplan.plan.spec import Layout
 from dtplan.planner.bound import BoundModule, BoundPlan, BoundTensor
 from dtplan.planner.loss import causal_lm_loss
 from dtplan.planner.stored import Stored
-from dtplan.prove.edits import Edit, added_once, gradient, input_whole, output_residual, rule_of
+from dtplan.prove.edits import Edit, added_once, gradient, input_whole, output_residual, rule_of, sharded_norm
 from dtplan.prove.held import DISAGREE, MISSING, NO_FIT, PARTIAL, RIGHT, SHAPE, TIMES, Held, held
 from dtplan.prove.oracle import BOUND, float64_casts, wholes
 from dtplan.prove.ranks import Job, part_of, sharded_model
@@ -31,12 +32,12 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A finding, the edits of the plan that would mend it as far as they are known, and where it shows."""
+    """A finding, the edits of the plan that would mend it as far as they are known, and how far the model got."""
 
     finding: Finding
     edits: tuple[Edit, ...] = ()
-    at: str = ""
-    """The first call of a module that is suspicious; empty where all outputs are right."""
+    reach: float = math.inf
+    """Calls of modules that finish before one whose output is not sure to be right; infinite where all are right."""
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ class _Case:
             elif certain:
                 first = unclear[0][0] if unclear else call
                 finding, edits = self._wrong_output(call, found, unclear, sums)
-                return (Cause(finding, edits, first),)
+                return (Cause(finding, edits, self.truth.finished.index(first)),)
             else:
                 unclear.append((call, found))
         return ()
@@ -137,12 +138,12 @@ class _Case:
     ) -> tuple[Finding, tuple[Edit, ...]]:
         name = call.split("#", maxsplit=1)[0]
         says = f"its output is the first that is wrong: {found.says}"
-        advice = ""
+        advice = "look at how its inputs are cut: order of fused parts, heads, or a missing gather"
         edits: tuple[Edit, ...] = ()
         whole_ones = self._added_by_all(name)
         if unclear:
             says += f"; `{unclear[0][0]}` before it does not fit either ({unclear[0][1].says})"
-            advice = "look at how the inputs of that module are cut: order of fused parts, heads, or a missing gather"
+            advice = advice.replace("its", "that module's")
         if found.kind == PARTIAL and self._joins(name):
             advice = "its terms are summed, and are too small: something in them depends on how much of it a rank has"
         elif found.kind == PARTIAL:
@@ -153,6 +154,9 @@ class _Case:
             edits = tuple(added_once(f"{name}.{tensor}") for tensor in whole_ones)
         elif found.kind == TIMES:
             advice = "each rank adds the same term before a sum over ranks: a bias there wants `once: true`"
+        elif self._is_norm_of_a_part(name):
+            advice = "it takes a mean over a part of the dim that is cut: write `style: sharded_norm` on the module"
+            edits = (sharded_norm(name),)
         elif sums:
             advice = (
                 f"`{sums}` ({self._rule(sums)}) leaves its output as a sum over ranks that is not done (P), and code "
@@ -180,8 +184,13 @@ class _Case:
         return None, module is not None and any(not tensor.buffer for tensor in module.tensors)
 
     def _leaves_sums(self, name: str) -> bool:
-        """Whether a module below hands out a sum that is not done, which is then the module's own output."""
+        """Whether the sum over ranks of what a module hands out is not done yet: one around it does, or one below
+        hands it out.
+        """
         own = self.modules.get(name)
+        around = name.split(".")
+        if not (own and own.outputs) and any(self._joins(".".join(around[:i])) for i in range(1, len(around))):
+            return True
         below = [m for n, m in self.modules.items() if n.startswith(name + ".")]
         return not (own and own.outputs) and any(move.dst.word == "P" for m in below for move in m.outputs)
 
@@ -191,6 +200,13 @@ class _Case:
         if module is None or not self._joins(name):
             return []
         return [t.name for t in module.tensors if not t.buffer and t.placement.dim is None and not t.once]
+
+    def _is_norm_of_a_part(self, name: str) -> bool:
+        """Whether the module's own rule computes with a vector of weights that is cut."""
+        module = self.modules.get(name)
+        tensors = [tensor for tensor in module.tensors if not tensor.buffer] if module else []
+        cut = [len(t.shape) == 1 and t.placement.dim is not None for t in tensors]
+        return module is not None and module.style is None and bool(cut) and all(cut)
 
     def _joins(self, name: str) -> bool:
         """Whether the module's output is summed over ranks."""
@@ -259,6 +275,12 @@ class _Case:
         if before:
             says += f"; from the last layer down, `{before}` is the last that is right or explains itself"
         advice = "an activation's gradient was never summed there" + (f", at or before `{last}`" if last else "")
+        if module.style == "replicate":
+            advice = (
+                "heads or columns of the rank's own read its output, or a part of it, and nobody sums that gradient: "
+                "write `input: sum` at the module that reads it, or `output: {sum_grad_of_last: FIELD}` here for a "
+                "part that code reads"
+            )
         if readers:
             told = ", ".join(f"`{reader}` ({self._rule(reader)})" for reader in readers)
             advice = (
@@ -326,4 +348,4 @@ def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth
         rule=rules.get(name, ""),
         advice="the module may work with a size of the whole (an attribute: `localize`), or its inputs be cut unlike",
     )
-    return Cause(finding, at=call)
+    return Cause(finding, reach=len(seen.walk.finished))

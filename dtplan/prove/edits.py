@@ -53,6 +53,16 @@ def input_whole(name: str) -> Edit:
     return Edit(name, "input: R", write)
 
 
+def input_unit(name: str, value: str | int, unit: str) -> Edit:
+    """An input that is cut holds groups of units, and each group is cut."""
+
+    def write(rule: Rule) -> Rule:
+        inputs = tuple((v, dataclasses.replace(m, unit=unit) if v == value else m) for v, m in rule.inputs)
+        return dataclasses.replace(rule, inputs=inputs)
+
+    return Edit(name, f"unit: {unit}", write, f" for its input {value}")
+
+
 def gradient(name: str, kind: str) -> Edit:
     """The gradient of what stays whole is a ``sum``, or ``complete``."""
     return _setting(name, f"grad: {kind}", grad=kind)
@@ -79,6 +89,11 @@ def one_piece(name: str, unit: str) -> Edit:
 def colwise(name: str, unit: str) -> Edit:
     """A whole layer is cut along its columns."""
     return _setting(name, f"style: colwise, unit: {unit}", style="colwise", unit=unit, grad=None, inputs=(), outputs=())
+
+
+def sharded_norm(name: str) -> Edit:
+    """A norm over a dim that is cut takes its sum of squares over ranks."""
+    return _setting(name, "style: sharded_norm", style="sharded_norm")
 
 
 def localize(name: str, numbers: Iterable[str]) -> Edit:

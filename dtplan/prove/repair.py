@@ -8,6 +8,7 @@ units allow are tried one after another. Nothing is advised as right that was no
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import nn
 from dtplan._errors import BindError
 from dtplan.plan.read import config_field
 from dtplan.plan.spec import P
-from dtplan.planner.bound import BoundModule, BoundPlan, BoundTensor
+from dtplan.planner.bound import BoundModule, BoundPlan
 from dtplan.planner.stored import Stored
 from dtplan.prove import edits
 from dtplan.prove.diagnose import UNEXPLAINED, Cause, diagnose
@@ -34,10 +35,10 @@ TRIES = 12
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """A run with some edits: how many calls finish before something is wrong, and what that is."""
+    """A run with some edits: how far it got, and what is wrong then."""
 
     edits: Edits
-    reach: int
+    reach: float
     then: Finding | None
     """None where the leg is proved."""
 
@@ -96,7 +97,7 @@ class _Bench:
 
     def best(self, cause: Cause, tries: Iterable[Edits]) -> _Attempt | None:
         """The first of ``tries`` with which the leg is proved, else the one that leads furthest beyond ``cause``."""
-        found, reach = None, self._reach(cause)
+        found, reach = None, cause.reach
         for wanted in tries:
             if len(self.ran) == TRIES:
                 break
@@ -118,14 +119,10 @@ class _Bench:
         self.ran.append(wanted)
         causes = diagnose(trial, bound, self.truth)
         if causes:
-            return _Attempt(wanted, self._reach(causes[0]), causes[0].finding)
+            return _Attempt(wanted, causes[0].reach, causes[0].finding)
         ranks = simulated_ranks(trial.leg.ranks, errors_on_rank, trial)
         proved = all(error <= BOUND for found in ranks for error in found.values())
-        return _Attempt(wanted, self._reach(Cause(UNEXPLAINED)), None if proved else UNEXPLAINED)
-
-    def _reach(self, cause: Cause) -> int:
-        finished = self.truth.finished
-        return finished.index(cause.at) if cause.at in finished else len(finished)
+        return _Attempt(wanted, math.inf, None if proved else UNEXPLAINED)
 
     def _least(self, proved: _Attempt) -> _Attempt:
         """Without the localized numbers that are not needed."""
@@ -146,7 +143,7 @@ class _Bench:
 
     def layouts(self, cause: Cause) -> Iterator[Edits]:
         """Other cuts of what was computed before a wrong output, and other numbers for the code that reads it."""
-        if not cause.at:
+        if cause.finding.name not in self.truth.finished:
             return
         call = cause.finding.name.split("#")[0]
         suspects = self._suspects(cause.finding.name)
@@ -162,7 +159,9 @@ class _Bench:
             for wanted in ((), *several) if numbers else ():
                 yield (*wanted, *numbers)
         yield from several[len(joined) :]
-        for owner in dict.fromkeys(name.rpartition(".")[0] for name in suspects):
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in suspects)
+        yield from ((edit,) for owner in owners for edit in self._cut_inputs(owner))
+        for owner in owners:
             if owner in self.modules and self.modules[owner].localize:
                 for wanted in ((), *several):
                     yield (*wanted, edits.localize(owner, ()))
@@ -206,7 +205,7 @@ class _Bench:
                 if tensor.name == "bias":
                     continue  # it goes with its weight
             size, seen = tensor.shape[tensor.placement.dim], {tensor.sections}
-            for parts in self._parts(tensor):
+            for parts in self._parts(ruled):
                 counts = [unit.count for unit in parts]
                 rows = tuple(size // sum(counts) * count for count in counts) if len(parts) > 1 else ()
                 if size % sum(counts) or rows in seen:
@@ -218,13 +217,23 @@ class _Bench:
                 then = _first_rank(rows or (size,), self.job.leg.tp)
                 yield dataclasses.replace(edit, note=f"; of {size} rows rank 0 then holds {then}, not {now}")
 
-    def _parts(self, tensor: BoundTensor) -> Iterator[tuple[_Unit, ...]]:
-        own = [unit for unit in self.units if unit.name == tensor.unit]
+    def _cut_inputs(self, name: str) -> Iterator[Edit]:
+        """Inputs that are cut as they lie, in groups of units instead."""
+        rule = edits.rule_of(self.job.plan, self.job.model, name)
+        for value, move in rule.inputs if rule else ():
+            if move.dst is not None and move.dst.word == "S":
+                yield from (edits.input_unit(name, value, unit.name) for unit in self.units if unit.name != move.unit)
+
+    def _parts(self, ruled: str) -> Iterator[tuple[_Unit, ...]]:
+        """Units of parts one after another, those that the rule names first."""
+        rule = edits.rule_of(self.job.plan, self.job.model, ruled)
+        named = {rule.unit, *(section.unit for section in rule.sections)} if rule else set()
+        own = [unit for unit in self.units if unit.name in named]
         for u in (*own, *(unit for unit in self.units if unit not in own)):
             yield u, u
             yield from ((u, v, v) for v in self.units if v is not u and u.count % v.count == 0)
             yield u, u, u
-            yield (u,)
+        yield from ((unit,) for unit in sorted(own, key=lambda unit: unit.count))  # the fewest are never cut through
 
     def _numbers(self, call: str, suspects: Sequence[str]) -> Iterator[Edit]:
         """Every whole number of the crashed module, and of cut ones in it, that may be a size of the whole."""
@@ -278,7 +287,7 @@ def _outcome(attempt: _Attempt, causes: int) -> str:
     wanted = "this" if causes == 1 else f"all {causes} of these"
     if attempt.then is None:
         return f"with {wanted}, the leg is proved"
-    right = "all outputs are right" if attempt.then.what != "output" else "this output is right"
+    right = "this output is right" if attempt.then.what in ("output", "crash") else "all outputs are right"
     return f"with {wanted}, {right}; what is wrong then is {attempt.then.name} ({attempt.then.kind})"
 
 
