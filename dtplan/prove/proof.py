@@ -36,7 +36,7 @@ from dtplan.prove.shrink import (
     token_batch,
 )
 from dtplan.prove.simulated import simulated_ranks
-from dtplan.prove.smallest import smallest
+from dtplan.prove.smallest import SECONDS, Small, smallest
 from dtplan.prove.walk import Walk
 
 Switch = Literal["off", "on", "both"]
@@ -111,17 +111,7 @@ def _smallest(proof: Proof, plan: Plan, real: nn.Module) -> Smallest | None:
         return None
     leg = dataclasses.replace(failed.leg, world="simulated ranks")
     start, _ = shrink(real.config, [leg.tp])
-
-    def fails(config: Any, batch: tuple[int, int]) -> Finding | None:
-        tokens = token_batch(config, rows=batch[0], length=batch[1], seed=proof.seed)
-        try:
-            job, walk = job_of(live_model(type(real), config, proof.seed), plan, leg, [leg], seed=0, batch=tokens)
-            causes = diagnose(job, bound_plan(job), walk)
-        except (CannotProveError, BindError):
-            return None
-        return causes[0].finding if causes else None
-
-    small = smallest(start, proof.batch, leg.shard * leg.replicate, leg.tp, failed.findings[0], fails)
+    small = small_failure(type(real), start, plan, leg, failed.findings[0], batch=proof.batch, seed=proof.seed)
     if small is None:
         return None
     used = rebuilt(start, small.changes)
@@ -133,6 +123,31 @@ def _smallest(proof: Proof, plan: Plan, real: nn.Module) -> Smallest | None:
         finding=small.finding,
         replay=proof.replay_of(leg, small.batch, small.changes),
     )
+
+
+def small_failure(
+    cls: type[nn.Module],
+    start: Any,
+    plan: Plan,
+    leg: Leg,
+    failed: Finding,
+    *,
+    batch: tuple[int, int],
+    seed: int,
+    seconds: float = SECONDS,
+) -> Small | None:
+    """From the config ``start`` on, the smallest found within ``seconds`` on which ``plan`` fails as ``failed`` did."""
+
+    def fails(config: Any, size: tuple[int, int]) -> Finding | None:
+        tokens = token_batch(config, rows=size[0], length=size[1], seed=seed)
+        try:
+            job, walk = job_of(live_model(cls, config, seed), plan, leg, [leg], seed=seed, batch=tokens)
+            causes = diagnose(job, bound_plan(job), walk)
+        except (CannotProveError, BindError):
+            return None
+        return causes[0].finding if causes else None
+
+    return smallest(start, batch, leg.shard * leg.replicate, leg.tp, failed, fails, seconds=seconds)
 
 
 def legs_of(

@@ -30,12 +30,14 @@ class Small:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def smallest(start: Any, batch: Batch, least_rows: int, tp: int, failed: Finding, fails: Fails) -> Small | None:
+def smallest(
+    start: Any, batch: Batch, least_rows: int, tp: int, failed: Finding, fails: Fails, *, seconds: float = SECONDS
+) -> Small | None:
     """From ``start`` on, a config shrunken for one degree: fewer tokens, layers, heads, then narrower ones.
 
     Each step is kept if the plan fails there with a finding of the same kind under the same rule.
     """
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + seconds
 
     def same(config: Any, batch: Batch) -> Finding | None:
         if time.perf_counter() > end:
@@ -43,8 +45,8 @@ def smallest(start: Any, batch: Batch, least_rows: int, tp: int, failed: Finding
         found = fails(config, batch)
         return found if found is not None and way(found) == way(failed) else None
 
-    short = least_rows, tp * -(-_LEAST_TOKENS // tp)
-    tries = ((size, same(start, size)) for size in (short, batch))
+    short = tp * -(-_LEAST_TOKENS // tp)
+    tries = ((size, same(start, size)) for size in ((least_rows, short), (least_rows, batch[1]), batch))
     best = next((Small(size, found) for size, found in tries if found is not None), None)
     if best is None:
         return None
