@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 
 from dtplan.plan.read import load_plan, parse_plan
 from dtplan.plan.spec import Plan
-from dtplan.prove import edits
+from dtplan.prove import edits, repair
 from dtplan.prove.proof import prove, prove_model
 from dtplan.prove.repair import TRIES
 from dtplan.prove.result import Finding, Leg, Proof, Smallest
 from dtplan.prove.shrink import live_model
+from dtplan.prove.smallest import smallest
 from dtplan.prove.tell import as_text
 from tests.families import build, on_meta, plan_file
 from tests.models import llama
@@ -100,19 +102,41 @@ def test_advice_that_is_not_all_is_told_as_such() -> None:
     assert found.tried == told
 
 
-def test_a_leg_that_fails_elsewhere_tries_first_what_helped_before() -> None:
+def test_a_leg_that_fails_elsewhere_tries_first_what_helped_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under sequence parallelism the same fault is a crash far from the rule."""
+    ran: list[str] = []
+    run_it = repair._Bench._run
+
+    def noted(bench: repair._Bench, wanted: repair.Edits) -> Any:
+        ran.append("; ".join(map(str, wanted)))
+        return run_it(bench, wanted)
+
+    monkeypatch.setattr(repair._Bench, "_run", noted)
     plan = load_plan(WRONG / "llama-rowwise-left-partial.yaml")
-    legs = [Leg(tp=2), Leg(tp=2, sequence_parallel=True)]
+    legs = [Leg(tp=2), Leg(tp=2, sequence_parallel=True), Leg(tp=2, loss_parallel=True)]
     proof = prove_model(
         lambda: live_model(transformers.LlamaForCausalLM, llama(), 0), plan, given="", model="", legs=legs
     )
-    first, second = (result.findings[0] for result in proof.legs)
+    first, second, _ = (result.findings[0] for result in proof.legs)
     assert (first.kind, second.kind) == ("no sum fits", "crash")
-    assert "self_attn.o_proj` (llama-rowwise-left-partial.yaml:6:3): write `output: residual`" in second.advice.replace(
-        f"{WRONG}/", ""
+    where = "self_attn.o_proj` (llama-rowwise-left-partial.yaml:6:3)"
+    assert f"{where}: write `output: residual`" in second.advice.replace(f"{WRONG}/", "")
+    assert [result.findings[0].tried for result in proof.legs] == [PROVED] * 3
+    assert ran == ["`output: residual`"] * 3
+
+
+def test_columns_in_the_order_of_sections_are_not_taken_for_wrong() -> None:
+    """What fails is behind them."""
+    plan = changed(
+        "phi3",
+        (
+            "self_attn.o_proj:         {style: rowwise, unit: head, output: residual}",
+            "self_attn.o_proj: {style: rowwise, unit: head, output: P}",
+        ),
     )
-    assert second.tried == PROVED
+    found = first_finding("phi3", plan)
+    assert found.name == "model.layers.0.post_attention_layernorm"
+    assert found.tried == PROVED
 
 
 class Scaled(nn.Module):
@@ -197,6 +221,19 @@ def test_what_the_failure_needs_is_kept(tmp_path: Path) -> None:
     assert used["num_key_value_heads"] == 2
     assert used["num_attention_heads"] > 2
     assert used["num_hidden_layers"] == 1
+
+
+def test_a_smaller_config_that_fails_in_another_way_is_not_taken() -> None:
+    failed = Finding(name="a", what="output", kind="partial sum", says="", rule="plan.yaml:1:1")
+
+    def fails(config: Any, _batch: tuple[int, int]) -> Finding:
+        return dataclasses.replace(failed, kind="crash" if config.num_attention_heads < 4 else "partial sum")
+
+    small = smallest(llama(), (4, 16), 1, 2, failed, fails)
+    assert small is not None
+    assert small.changes["num_hidden_layers"] == 1
+    assert "num_attention_heads" not in small.changes
+    assert small.changes["intermediate_size"] == 4
 
 
 def test_nothing_smaller_is_looked_for_where_nothing_ran_or_it_is_not_wanted(tmp_path: Path) -> None:
