@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dtplan.weights.state import mesh_device, original_name
 
-__all__ = ["materialise"]
+__all__ = ["materialise", "with_owner"]
 
 
 def materialise(model: nn.Module, device: torch.device | str | None = None) -> set[str]:
@@ -57,7 +57,7 @@ def _recompute_buffers(model: nn.Module, empty: set[int]) -> set[int]:
     nearest model around the module. Its init functions leave tensors alone that carry ``_is_hf_initialized``.
     """
     undefined: set[int] = set()
-    for owner, module in _with_owner(model, None):
+    for owner, module in with_owner(model, None):
         before = {
             name: (buffer, buffer._version)
             for name, buffer in module._buffers.items()
@@ -73,12 +73,12 @@ def _recompute_buffers(model: nn.Module, empty: set[int]) -> set[int]:
     return undefined
 
 
-def _with_owner(module: nn.Module, owner: nn.Module | None) -> Iterator[tuple[nn.Module | None, nn.Module]]:
+def with_owner(module: nn.Module, owner: nn.Module | None) -> Iterator[tuple[nn.Module | None, nn.Module]]:
     """Every module from ``module`` down, each with the nearest enclosing one that knows ``_init_weights``."""
     owner = module if hasattr(module, "_init_weights") else owner
     yield owner, module
     for child in module.children():
-        yield from _with_owner(child, owner)
+        yield from with_owner(child, owner)
 
 
 @contextmanager

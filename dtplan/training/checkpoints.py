@@ -1,0 +1,337 @@
+"""``dtplan.TrainingCheckpoints``: all that a training run needs to go on, saved at one degree and resumed at any."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim import Optimizer
+
+from dtplan._errors import WeightsError, did_you_mean
+from dtplan.planner.apply import applied
+from dtplan.training.manifest import Manifest, list_checkpoints, prune, read_json, step_folder, tidy
+from dtplan.training.optimizer import OptimizerState, optimizer_plain, optimizer_state, parameters_by_id, some
+from dtplan.training.plain import decode, encode
+from dtplan.training.planners import BlockLoadPlanner, BlockSavePlanner
+from dtplan.training.ranks import Plain, copies, finished, join, match_model, model_blocks
+from dtplan.training.spread import Place, Reshard, own_value
+from dtplan.training.storage import SafetensorsReader, SafetensorsWriter
+from dtplan.training.streams import check_streams, read_streams, set_stream
+from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
+from dtplan.weights.blocks import Block
+from dtplan.weights.materialise import materialise
+from dtplan.weights.staging import Staging, writing
+from dtplan.weights.state import current_device, state_tensors
+
+__all__ = ["Resumed", "TrainingCheckpoints"]
+
+STATE = "state.json"
+PARTS = ("optimizer", "scheduler", "extra", "rng")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Where training goes on."""
+
+    step: int
+    extra: Any
+    """What was given to ``save``."""
+    per_rank: Mapping[str, Any]
+    """This data-parallel rank's."""
+    differences: tuple[str, ...]
+    """What is not as it was, in words: plan, degrees, versions."""
+    folder: Path
+
+
+class TrainingCheckpoints:
+    """The training checkpoints of one run, in ``folder``, which all ranks share; one subfolder a step.
+
+    A checkpoint has the model, the optimizer's state, the scheduler, the step, random streams and what the user adds,
+    and nothing that depends on degrees. Tensors go through torch's distributed checkpoint into safetensors files,
+    every rank writing and reading its own parts; the rest is JSON. No pickle is written or read. A checkpoint appears
+    at once, when it is complete: a save that dies leaves the others as they were.
+
+    Args:
+        folder: where the checkpoints are.
+        model: parallelized; on the meta device if it is to be resumed.
+        optimizer: made of the model's parameters after ``parallelize``.
+        scheduler: anything with ``state_dict`` and ``load_state_dict`` of plain values.
+        keep: how many checkpoints to keep, the latest; None is all.
+        generators: further random streams by name.
+        meet_seconds: how long a call waits for ranks that do not make it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: Any = None,
+        *,
+        keep: int | None = 2,
+        generators: Mapping[str, torch.Generator] | None = None,
+        meet_seconds: float = 30.0,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise WeightsError(f"keep={keep}: at least one checkpoint is kept; None keeps all")
+        self._applied = applied(model)
+        self._folder = Path(os.path.realpath(folder))
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._keep, self._generators, self._meet_seconds = keep, dict(generators or {}), meet_seconds
+        self._device = current_device(self._applied.mesh.device_type)
+        self._place = Place.of(self._applied.mesh)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training checkpoint")
+        self._group: dist.ProcessGroup | None = None
+        self._pending: tuple[Future[None], Staging] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.wait()
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, the latest last."""
+        return [step for _, step, _ in list_checkpoints(self._folder)]
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        step: int,
+        *,
+        extra: Any = None,
+        per_rank: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+    ) -> Path:
+        """Writes the checkpoint of ``step``, then removes those that are not kept; returns its folder.
+
+        Collective over all ranks. ``asynchronous`` copies this rank's blocks to the host and writes them from a
+        thread while training goes on; the next ``save`` or ``wait`` waits for it and raises what it raised.
+
+        Args:
+            step: steps of the optimizer that are done.
+            extra: the same on every rank, the position in the data for example: numbers, text, lists, tuples, dicts,
+                small tensors.
+            per_rank: by name what every data-parallel rank has of its own, a data loader's state for example.
+            asynchronous: return as soon as everything is copied.
+
+        Raises:
+            WeightsError: the same on every rank: a rank did not call; ranks differ in what must be the same; a value
+                cannot be written without pickle; the folder cannot be written.
+        """
+        meet("TrainingCheckpoints.save", self._meet_seconds)
+        self.wait()
+        blocks, plain = agreed(lambda: self._held(step, extra, per_rank or {}, copied=asynchronous))
+        state = join(plain, self._place)
+        staging = Staging(step_folder(self._folder, step), gather_objects(secrets.token_hex(4))[0], carries=False)
+        agreed(lambda: self._open(staging))
+        agreed(lambda: self._check_shared(staging))
+        write = partial(self._write, blocks, staging, step, state)
+        if asynchronous:
+            if self._group is None and rank_and_world()[1] > 1:
+                self._group = dist.new_group(backend="gloo")  # the thread's own: training's groups are in use
+            self._pending = self._writer.submit(write, self._group), staging
+        else:
+            finished(write, staging)
+        return staging.target
+
+    def wait(self) -> None:
+        """Waits until an asynchronous save is done. Collective over all ranks when there is one.
+
+        Raises:
+            WeightsError: the same on every rank: it failed; the checkpoints before it are as they were.
+        """
+        if self._pending is not None:
+            (future, staging), self._pending = self._pending, None
+            agreed(lambda: finished(future.result, staging))
+
+    @torch.no_grad()
+    def _held(
+        self, step: int, extra: Any, per_rank: Mapping[str, Any], *, copied: bool
+    ) -> tuple[dict[str, Sequence[Block]], Plain]:
+        """This rank's blocks, on the host if ``copied``, and what is small."""
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise WeightsError(f"step={step!r}: give the number of steps that are done")
+        blocks: dict[str, Sequence[Block]] = dict(model_blocks(self._model, self._applied.stored))
+        same: dict[str, Any] = {"step": step, "extra": encode(extra, "extra")}
+        if self._optimizer is not None:
+            names = parameters_by_id(self._model, self._applied.stored)
+            same["optimizer"], moments = optimizer_plain(self._optimizer, names)
+            blocks |= moments
+        if self._scheduler is not None:
+            same["scheduler"] = encode(self._scheduler.state_dict(), "scheduler")
+        streams = read_streams(self._device, self._generators)
+        plain = Plain(
+            same=same,
+            streams={name: encode(state, name) for name, state in streams.items()},
+            per_rank={name: encode(value, f"per_rank.{name}") for name, value in per_rank.items()},
+        )
+        return {name: copies(held) for name, held in blocks.items()} if copied else blocks, plain
+
+    def _open(self, staging: Staging) -> None:
+        if rank_and_world()[0] == 0:
+            with writing(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                tidy(self._folder)
+            staging.open()
+
+    def _check_shared(self, staging: Staging) -> None:
+        if not staging.path.is_dir():
+            raise WeightsError(f"{self._folder}: this rank does not see what rank 0 writes there; all ranks share it")
+
+    def _write(
+        self,
+        blocks: Mapping[str, Sequence[Block]],
+        staging: Staging,
+        step: int,
+        state: Mapping[str, Any],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Runs in the calling thread, or in that of asynchronous saves on its own ``group``."""
+
+        def done() -> None:
+            """On rank 0, when all ranks have written."""
+            with writing(staging.path):
+                (staging.path / STATE).write_text(json.dumps(state, separators=(",", ":")), encoding="utf-8")
+                order = 1 + max((order for order, _, _ in list_checkpoints(self._folder)), default=0)
+                Manifest.of(self._applied.bound, staging.path, step=step, order=order).write(staging.path)
+            staging.commit()
+            prune(self._folder, self._keep)
+
+        writer = SafetensorsWriter(staging.path, done)
+        dcp.save(dict(blocks), storage_writer=writer, planner=BlockSavePlanner(), process_group=group)
+
+    # ---------------------------------------------------------------------------------------------------- resuming
+
+    def resume(
+        self,
+        step: int | None = None,
+        *,
+        leave_out: Sequence[str] = (),
+        reshard: Mapping[str, Reshard] | None = None,
+    ) -> Resumed | None:
+        """Reads the latest checkpoint, or that of ``step``, into model, optimizer, scheduler and random streams.
+
+        Collective over all ranks. None when the folder has no checkpoint. The degrees may be any: parameters and
+        moments are those that were saved, bit for bit. What differs between ranks (``per_rank``, random streams that
+        were not alike) needs as many ranks as before along the axes on which it differs, or is refused by name.
+
+        Args:
+            step: which checkpoint.
+            leave_out: what to leave as it is here: "optimizer", "scheduler", "extra", "rng", or names of ``per_rank``
+                and of streams.
+            reshard: name -> a function of the values of all ranks that had one and this rank's ``Place``, whose
+                result is this rank's value.
+
+        Raises:
+            WeightsError: the same on every rank: there is no such checkpoint; it is not whole; it is of another model
+                or optimizer; it has something that has no place here, or lacks something. After a failure to read,
+                values are undefined.
+        """
+        meet("TrainingCheckpoints.resume", self._meet_seconds)
+        self.wait()
+        folder = gather_objects(agreed(lambda: self._find(step)))[0]
+        if folder is None:
+            return None
+        out, functions = frozenset(leave_out), dict(reshard or {})
+        manifest, state = agreed(lambda: self._read(folder, out, functions))
+        streams, per_rank = agreed(lambda: self._own(state, out, functions))
+        reader = SafetensorsReader(folder)
+        sources = agreed(lambda: match_model(self._model, self._applied.stored, reader.read_metadata()))
+        blocks, optimizer = agreed(lambda: self._to_fill(folder, sources, None if "optimizer" in out else state))
+        finished(partial(dcp.load, blocks, storage_reader=reader, planner=BlockLoadPlanner()))
+        agreed(lambda: self._restore(None if "scheduler" in out else state, optimizer, streams))
+        return Resumed(
+            step=manifest.step,
+            extra=None if "extra" in out else decode(state["extra"]),
+            per_rank=per_rank,
+            differences=manifest.differences(self._applied.bound),
+            folder=folder,
+        )
+
+    def _find(self, step: int | None) -> Path | None:
+        there = {one: path for _, one, path in list_checkpoints(self._folder)}
+        if step is None:
+            return list(there.values())[-1] if there else None
+        if step not in there:
+            steps = ", ".join(map(str, there)) or "none"
+            raise WeightsError(f"{self._folder}: has no checkpoint of step {step}; it has {steps}")
+        return there[step]
+
+    def _read(
+        self, folder: Path, out: frozenset[str], functions: Mapping[str, Reshard]
+    ) -> tuple[Manifest, Mapping[str, Any]]:
+        """The small files, checked against what is here to take them."""
+        manifest = Manifest.read(folder, sizes=rank_and_world()[0] == 0)
+        bound = self._applied.bound
+        if manifest.architecture != bound.architecture:
+            raise WeightsError(f"{folder}: is of a {manifest.architecture}, and this model is a {bound.architecture}")
+        state = read_json(folder / STATE)
+        for part, here in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
+            if part not in out and (part in state) != (here is not None):
+                has, lacks = ("checkpoint", "call") if part in state else ("call", "checkpoint")
+                raise WeightsError(
+                    f"{folder}: the {has} has {part} and the {lacks} has not; give TrainingCheckpoints what was saved, "
+                    f"or resume(leave_out=[{part!r}])"
+                )
+        known = {*PARTS, *state["rng"], *state["per_rank"]}
+        for name in [*out, *functions]:
+            if name not in known:
+                hint = did_you_mean(name, known) or f"it has {', '.join(sorted(known))}"
+                raise WeightsError(f"{folder}: has no {name!r} to leave out or reshard; {hint}")
+        return manifest, state
+
+    def _own(
+        self, state: Mapping[str, Any], out: frozenset[str], functions: Mapping[str, Reshard]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """This rank's random streams and ``per_rank`` values."""
+
+        def own(records: Mapping[str, Any]) -> dict[str, Any]:
+            taken = {name: record for name, record in records.items() if name not in out}
+            return {name: own_value(name, record, self._place, functions) for name, record in taken.items()}
+
+        streams = {} if "rng" in out else own(state["rng"])
+        check_streams(streams, state["rng"], out, self._device, self._generators)
+        return streams, own(state["per_rank"])
+
+    def _to_fill(
+        self, folder: Path, sources: Mapping[str, str], state: Mapping[str, Any] | None
+    ) -> tuple[dict[str, Any], OptimizerState | None]:
+        """The blocks that the checkpoint is to fill, in storage that is there afterwards."""
+        undefined = materialise(self._model, "cpu" if self._applied.cpu_offload else None)
+        tensors = state_tensors(self._model, self._applied.stored)
+        if left := sorted(undefined - {owner for tensor in tensors for owner in tensor.owners}):
+            raise WeightsError(
+                f"{folder}: {len(left)} tensors of the model would be left without a value: {some(left)}; "
+                "neither the checkpoint nor the model's `_init_weights` gives them one: build the model on the CPU"
+            )
+        blocks: dict[str, Any] = model_blocks(self._model, self._applied.stored, sources)
+        if self._optimizer is None or state is None:
+            return blocks, None
+        names = parameters_by_id(self._model, self._applied.stored)
+        optimizer = optimizer_state(self._optimizer, names, state["optimizer"])
+        return blocks | optimizer.blocks, optimizer
+
+    def _restore(
+        self, state: Mapping[str, Any] | None, optimizer: OptimizerState | None, streams: Mapping[str, Any]
+    ) -> None:
+        if self._optimizer is not None and optimizer is not None:
+            self._optimizer.load_state_dict(optimizer.state_dict)
+        if self._scheduler is not None and state is not None:
+            self._scheduler.load_state_dict(decode(state["scheduler"]))
+        for name, value in streams.items():
+            set_stream(name, value, self._device, self._generators)
