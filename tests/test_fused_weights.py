@@ -28,7 +28,8 @@ from dtplan.weights.save import save_checkpoint
 def fused_tensors(draw: Any) -> tuple[Stored, dict[str, Tensor]]:
     """A fused dim, and the tensors that it is put together from."""
     tp, dim = draw(st.integers(1, 4)), draw(st.integers(0, 1))
-    parts, lengths = [], {}
+    parts: list[Part] = []
+    lengths: dict[str, int] = {}
     for _ in range(draw(st.integers(1, 4))):
         source = draw(st.sampled_from(["q", "kv"]))
         size = tp * draw(st.integers(1, 3))
@@ -51,7 +52,9 @@ def sharded(stored: Stored, shape: torch.Size, shard: int, device: str = "meta")
     """The layer as a plan with sections and FSDP2 leave it."""
     mesh = init_device_mesh("cpu", (shard, stored.tp), mesh_dim_names=("shard", "tp"))
     layer = Layer(distribute_tensor(torch.zeros(shape, device=device), mesh["tp"], [Shard(stored.dim)]))
-    return fully_shard(layer, mesh=mesh["shard"]) if shard > 1 else layer
+    if shard > 1:
+        fully_shard(layer, mesh=mesh["shard"])
+    return layer
 
 
 def on_rank(rank: int, stored: Stored, shape: torch.Size, shard: int, folder: Path) -> tuple[LoadReport, Tensor, int]:
