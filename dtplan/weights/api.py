@@ -33,7 +33,7 @@ def load(
     """
     done = applied(model)
     device = "cpu" if device is None and done.cpu_offload else device
-    return load_checkpoint(model, folder, aliases=done.bound.aliases, strict=strict, device=device)
+    return load_checkpoint(model, folder, aliases=done.bound.aliases, stored=done.stored, strict=strict, device=device)
 
 
 def save(
@@ -53,5 +53,7 @@ def save(
         WeightsError: the same on every rank: the folder cannot be written.
         ApplyError: the model is not parallelized.
     """
-    applied(model)
-    return save_checkpoint(model, folder, max_shard_bytes=max_shard_bytes, dtype=dtype, tokenizer=tokenizer)
+    stored = applied(model).stored
+    return save_checkpoint(
+        model, folder, stored=stored, max_shard_bytes=max_shard_bytes, dtype=dtype, tokenizer=tokenizer
+    )

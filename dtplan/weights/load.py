@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from dtplan._errors import WeightsError, did_you_mean
+from dtplan.planner.stored import Stored
 from dtplan.weights.agree import agreed, meet
 from dtplan.weights.checkpoint import DTYPES, BlockReader, Checkpoint, Entry, open_checkpoint
 from dtplan.weights.materialise import materialise
 from dtplan.weights.names import ignored_names, may_be_absent, sources
-from dtplan.weights.slices import local_part
-from dtplan.weights.state import StateTensor, state_tensors
+from dtplan.weights.state import NOTHING_FUSED, StateTensor, state_tensors
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -34,7 +34,7 @@ class LoadReport:
     loaded: tuple[str, ...]
     """The model's names, all of a tied tensor."""
     missing: tuple[str, ...]
-    """The model's names that no key of the checkpoint fills."""
+    """The names in checkpoints of what no key of the checkpoint fills; the model's own, fused tensors aside."""
     unexpected: tuple[str, ...]
     """The checkpoint's keys that fit nothing in the model."""
     bytes_read: int
@@ -51,10 +51,14 @@ class _Plan:
     found: list[tuple[StateTensor, list[str]]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    open: frozenset[str]
+    """The model's names that are not, or not wholly, filled."""
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        return tuple(name for state, _ in self.found for name in state.names)
+        """The model's names that are filled; of a fused tensor, once all its parts are found."""
+        filled = dict.fromkeys(owner for state, _ in self.found for owner in state.owners)
+        return tuple(owner for owner in filled if owner not in self.open)
 
 
 def load_checkpoint(
@@ -62,6 +66,7 @@ def load_checkpoint(
     folder: str | os.PathLike[str],
     *,
     aliases: Mapping[str, Sequence[str]] = NO_ALIASES,
+    stored: Mapping[str, Stored] = NOTHING_FUSED,
     strict: bool = True,
     device: torch.device | str | None = None,
 ) -> LoadReport:
@@ -69,16 +74,17 @@ def load_checkpoint(
 
     Collective over the default group. Each rank reads the blocks that it keeps and no others, converted to
     the parameter's dtype; what is on meta is allocated on ``device`` and computed buffers are computed again
-    (see ``materialise``). ``aliases`` maps a module path to the names that checkpoints may have for it, such
-    as ``{"lm_head": ["embed_out"]}``. With ``strict=False`` missing and unexpected names are reported and not
-    refused; a missing tensor then keeps its value, and is refused when it has none.
+    (see ``materialise``). ``stored`` says which parameters are put together from parts. ``aliases`` maps a module
+    path to the names that checkpoints may have for it, such as ``{"lm_head": ["embed_out"]}``. With
+    ``strict=False`` missing and unexpected names are reported and not refused; a missing tensor then keeps its
+    value, and is refused when it has none.
 
     Raises WeightsError, the same on every rank: a broken folder or file, missing or unexpected names, shapes
     or dtypes that do not fit, tied names with different values, tensors left without a value. Headers are
     checked before the model is touched; after a failure to read, the values in the model are undefined.
     """
     meet("load_checkpoint", MEET_SECONDS)
-    plan = agreed(lambda: _match(model, open_checkpoint(folder), aliases, strict=strict))
+    plan = agreed(lambda: _match(model, open_checkpoint(folder), aliases, stored, strict=strict))
     agreed(lambda: _audit(plan, materialise(model, device)))
     bytes_read, bytes_kept = agreed(lambda: _read(plan))
     return LoadReport(
@@ -90,8 +96,15 @@ def load_checkpoint(
     )
 
 
-def _match(model: nn.Module, checkpoint: Checkpoint, aliases: Mapping[str, Sequence[str]], *, strict: bool) -> _Plan:
-    states = state_tensors(model)
+def _match(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    aliases: Mapping[str, Sequence[str]],
+    stored: Mapping[str, Stored],
+    *,
+    strict: bool,
+) -> _Plan:
+    states = state_tensors(model, stored)
     keys = checkpoint.tensors.keys()
     taken = {name for state in states for name in state.names}
     base = getattr(model, "base_model_prefix", "")
@@ -102,6 +115,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, aliases: Mapping[str, Seque
         found=[(state, held) for state, held in pairs if held],
         missing=tuple(s.names[0] for s, held in pairs if not held and not may_be_absent(model, s.names[0])),
         unexpected=tuple(sorted(rest - ignored_names(model, rest))),
+        open=frozenset(owner for state, held in pairs if not held for owner in state.owners),
     )
     if strict and (plan.missing or plan.unexpected):
         raise WeightsError(_explain_names(plan))
@@ -113,9 +127,9 @@ def _check_fit(plan: _Plan, embeddings: set[int]) -> None:
     """Raises WeightsError with every tensor whose shape, dtype or placement does not allow the load."""
     problems = []
     for state, keys in plan.found:
-        local_part(state.names[0], state.tensor)
+        state.blocks()
         for key in keys:
-            problems += _misfits(key, plan.checkpoint.tensors[key], state.tensor, embeddings)
+            problems += _misfits(key, plan.checkpoint.tensors[key], state, embeddings)
     if problems:
         raise WeightsError(f"{plan.checkpoint.folder}: {_first(problems, separator='; ')}")
 
@@ -129,9 +143,9 @@ def _embedding_ids(model: nn.Module) -> set[int]:
     }
 
 
-def _misfits(key: str, entry: Entry, tensor: Tensor, embeddings: set[int]) -> list[str]:
-    """Why ``entry`` cannot fill ``tensor``."""
-    shape = tuple(tensor.shape)
+def _misfits(key: str, entry: Entry, state: StateTensor, embeddings: set[int]) -> list[str]:
+    """Why ``entry`` cannot fill ``state``."""
+    shape, tensor = state.shape, state.tensor
     if entry.shape != shape:
         if id(tensor) in embeddings and entry.shape[1:] == shape[1:]:
             cure = "the vocabularies differ: resize the embeddings before parallelize"
@@ -184,15 +198,13 @@ def _read(plan: _Plan) -> tuple[int, int]:
     tensors = plan.checkpoint.tensors
     with BlockReader(plan.checkpoint) as reader:
         for state, keys in sorted(plan.found, key=lambda pair: tensors[pair[1][0]].file):
-            local, block = local_part(state.names[0], state.tensor)
-            assert not local.is_meta
-            if not local.numel():
-                continue
-            stored = reader.read(keys[0], block)
-            kept += stored.nbytes
-            local.copy_(stored)
-            for other in keys[1:]:
-                _compare(keys[0], stored, other, reader.read(other, block), local.dtype)
+            for block in state.blocks():
+                assert not block.local.is_meta
+                stored = reader.read(keys[0], block.slices)
+                kept += stored.nbytes
+                block.local.copy_(stored)
+                for other in keys[1:]:
+                    _compare(keys[0], stored, other, reader.read(other, block.slices), block.local.dtype)
         return reader.bytes_read, kept
 
 
