@@ -207,7 +207,7 @@ class TrainingCheckpoints:
             """On rank 0, when all ranks have written."""
             with writing(staging.path):
                 (staging.path / STATE).write_text(json.dumps(state, separators=(",", ":")), encoding="utf-8")
-                order = 1 + max((order for order, _, _ in list_checkpoints(self._folder)), default=0)
+                order = 1 + max((order for order, _, _ in list_checkpoints(self._folder, broken=True)), default=0)
                 Manifest.of(self._applied.bound, staging.path, step=step, order=order).write(staging.path)
             staging.commit()
             prune(self._folder, self._keep)

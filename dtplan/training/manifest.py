@@ -117,14 +117,20 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def list_checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
-    """``(order, step, path)`` of every checkpoint in ``folder``, the latest last."""
+def list_checkpoints(folder: Path, *, broken: bool = False) -> list[tuple[int, int, Path]]:
+    """``(order, step, path)`` of every checkpoint in ``folder``, the latest last.
+
+    Raises WeightsError for a manifest that cannot be read, or passes it by if it may be ``broken``.
+    """
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else ():
-        if (path / MANIFEST).is_file():
-            said = read_json(path / MANIFEST)
-            if isinstance(said, dict) and isinstance(said.get("order"), int) and isinstance(said.get("step"), int):
-                found.append((said["order"], said["step"], path))
+        try:
+            said = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else {}
+            if said:
+                found.append((int(said["order"]), int(said["step"]), path))
+        except (WeightsError, KeyError, TypeError, ValueError) as error:
+            if not broken:
+                raise WeightsError(f"{path / MANIFEST}: is broken ({error}); remove {path.name}") from error
     return sorted(found)
 
 
@@ -140,7 +146,8 @@ def tidy(folder: Path) -> None:
 
 def prune(folder: Path, keep: int | None) -> None:
     """Removes all but the latest ``keep`` checkpoints; what cannot be removed now, the next save removes."""
-    for _, _, path in list_checkpoints(folder)[: None if keep is None else -keep][: 0 if keep is None else None]:
+    there = list_checkpoints(folder, broken=True)
+    for _, _, path in there[:-keep] if keep else ():
         # Out of the way at once: a half-removed folder must not look like a checkpoint.
         going = path.with_name(f".{path.name}.tmp-removed")
         try:
