@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +24,11 @@ from dtplan.planner.apply import applied
 from dtplan.training.manifest import Manifest, list_checkpoints, prune, read_json, step_folder, tidy
 from dtplan.training.optimizer import OptimizerState, optimizer_plain, optimizer_state, parameters_by_id, some
 from dtplan.training.plain import decode, encode
-from dtplan.training.planners import BlockLoadPlanner, BlockSavePlanner
+from dtplan.training.planners import BlockLoadPlanner, BlockSavePlanner, state_dict_of
 from dtplan.training.ranks import Plain, copies, finished, join, match_model, model_blocks
-from dtplan.training.spread import Place, Reshard, own_value
+from dtplan.training.spread import Place, Reshard, misfit, own_value
 from dtplan.training.storage import SafetensorsReader, SafetensorsWriter
-from dtplan.training.streams import check_streams, read_streams, set_stream
+from dtplan.training.streams import UNSHARED, check_streams, read_streams, set_stream
 from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
 from dtplan.weights.blocks import Block
 from dtplan.weights.materialise import materialise
@@ -51,7 +51,7 @@ class Resumed:
     per_rank: Mapping[str, Any]
     """This data-parallel rank's."""
     differences: tuple[str, ...]
-    """What is not as it was, in words: plan, degrees, versions."""
+    """What is not as it was, in words: plan, degrees, versions; streams of Python and numpy that differed by rank."""
     folder: Path
 
 
@@ -213,7 +213,7 @@ class TrainingCheckpoints:
             prune(self._folder, self._keep)
 
         writer = SafetensorsWriter(staging.path, done)
-        dcp.save(dict(blocks), storage_writer=writer, planner=BlockSavePlanner(), process_group=group)
+        dcp.save(state_dict_of(blocks), storage_writer=writer, planner=BlockSavePlanner(), process_group=group)
 
     # ---------------------------------------------------------------------------------------------------- resuming
 
@@ -253,13 +253,16 @@ class TrainingCheckpoints:
         reader = SafetensorsReader(folder)
         sources = agreed(lambda: match_model(self._model, self._applied.stored, reader.read_metadata()))
         blocks, optimizer = agreed(lambda: self._to_fill(folder, sources, None if "optimizer" in out else state))
-        finished(partial(dcp.load, blocks, storage_reader=reader, planner=BlockLoadPlanner()))
+        finished(partial(dcp.load, state_dict_of(blocks), storage_reader=reader, planner=BlockLoadPlanner()))
         agreed(lambda: self._restore(None if "scheduler" in out else state, optimizer, streams))
         return Resumed(
             step=manifest.step,
             extra=None if "extra" in out else decode(state["extra"]),
             per_rank=per_rank,
-            differences=manifest.differences(self._applied.bound),
+            differences=(
+                *manifest.differences(self._applied.bound),
+                *(f"{name} is not restored: it {why}" for name, why in self._unfit(state, functions).items()),
+            ),
             folder=folder,
         )
 
@@ -300,13 +303,18 @@ class TrainingCheckpoints:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's random streams and ``per_rank`` values."""
 
-        def own(records: Mapping[str, Any]) -> dict[str, Any]:
-            taken = {name: record for name, record in records.items() if name not in out}
+        def own(records: Mapping[str, Any], left: Collection[str]) -> dict[str, Any]:
+            taken = {name: record for name, record in records.items() if name not in left}
             return {name: own_value(name, record, self._place, functions) for name, record in taken.items()}
 
-        streams = {} if "rng" in out else own(state["rng"])
+        streams = own(state["rng"], state["rng"].keys() if "rng" in out else out | self._unfit(state, functions).keys())
         check_streams(streams, state["rng"], out, self._device, self._generators)
-        return streams, own(state["per_rank"])
+        return streams, own(state["per_rank"], out)
+
+    def _unfit(self, state: Mapping[str, Any], functions: Mapping[str, Reshard]) -> dict[str, str]:
+        """Streams of Python and numpy that cannot be given back here, and why."""
+        records = {name: state["rng"][name] for name in UNSHARED if name in state["rng"] and name not in functions}
+        return {name: problem for name, record in records.items() if (problem := misfit(record, self._place))}
 
     def _to_fill(
         self, folder: Path, sources: Mapping[str, str], state: Mapping[str, Any] | None

@@ -124,10 +124,11 @@ def list_checkpoints(folder: Path, *, broken: bool = False) -> list[tuple[int, i
     """
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else ():
+        if not (path / MANIFEST).is_file():
+            continue
         try:
-            said = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else {}
-            if said:
-                found.append((int(said["order"]), int(said["step"]), path))
+            said = read_json(path / MANIFEST)
+            found.append((int(said["order"]), int(said["step"]), path))
         except (WeightsError, KeyError, TypeError, ValueError) as error:
             if not broken:
                 raise WeightsError(f"{path / MANIFEST}: is broken ({error}); remove {path.name}") from error

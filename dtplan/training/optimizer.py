@@ -83,7 +83,7 @@ def optimizer_plain(optimizer: Optimizer, names: Mapping[int, Named]) -> tuple[d
             state.update(dict.fromkeys(named.sources, record))
             for key, said in record.items():
                 if isinstance(said, dict) and _LIKE in said:
-                    for block in blocks(f"{key} of {named.owner}", own[key], named.stored):
+                    for block in blocks(named.owner, own[key], named.stored):
                         held.setdefault(moment_name(block.source, key), []).append(block)
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}, held
 
@@ -148,7 +148,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, Named], saved: Map
                 state[number] = {key: value for key, value, _ in values}
             for key, value, like in values:
                 if like:
-                    for block in blocks(f"{key} of {named.owner}", value, named.stored):
+                    for block in blocks(named.owner, value, named.stored):
                         held.setdefault(moment_name(block.source, key), []).append(block)
     return OptimizerState(state_dict={"state": state, "param_groups": param_groups}, blocks=held)
 

@@ -29,10 +29,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dtplan._errors import WeightsError
 from dtplan.weights.blocks import Block
 
-__all__ = ["BlockLoadPlanner", "BlockSavePlanner", "Blocks"]
+__all__ = ["BlockLoadPlanner", "BlockSavePlanner", "Blocks", "state_dict_of"]
 
 Blocks = Mapping[str, Sequence[Block]]
-"""A tensor's name in the checkpoint -> this rank's blocks of it; what planners take as the state dict."""
+"""A tensor's name in the checkpoint -> this rank's blocks of it."""
+
+
+def state_dict_of(blocks: Blocks) -> dict[str, Any]:
+    """What the planners take as the state dict: one entry, since torch wraps and logs every entry by itself."""
+    return {"blocks": blocks}
 
 
 class BlockSavePlanner(DefaultSavePlanner):
@@ -48,8 +53,8 @@ class BlockSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """The planner is given the ``Blocks`` here."""
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+        """The planner is given what ``state_dict_of`` made."""
+        self.state_dict, self.is_coordinator = state_dict["blocks"], is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """One item for every block."""
@@ -82,9 +87,9 @@ class BlockLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """The planner is given the ``Blocks`` here."""
+        """The planner is given what ``state_dict_of`` made."""
         assert metadata is not None
-        self._blocks, self._metadata = state_dict, metadata
+        self._blocks, self._metadata = state_dict["blocks"], metadata
 
     def create_local_plan(self) -> LoadPlan:
         """For every block the parts of chunks that it overlaps."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtplan._errors import WeightsError
 from dtplan.training.plain import decode
 
-__all__ = ["Place", "Reshard", "own_value", "spread"]
+__all__ = ["Place", "Reshard", "misfit", "own_value", "spread"]
 
 Reshard = Callable[[Sequence[Any], "Place"], Any]
 """From the values of all ranks that had one, in order, and this rank's place, to this rank's value."""
@@ -68,23 +68,27 @@ def spread(name: str, values: Sequence[Any], places: Sequence[Place], *, over_da
 def own_value(name: str, record: Mapping[str, Any], place: Place, reshard: Mapping[str, Reshard]) -> Any:
     """This rank's value of what ``spread`` recorded.
 
-    Raises WeightsError: the ranks along an axis on which it differs are now more or fewer, and ``reshard`` has no
-    function under its ``name``.
+    Raises WeightsError: it does not fit, and ``reshard`` has no function under its ``name``.
     """
     if name in reshard:
         return reshard[name]([decode(value) for value in record["values"]], place)
-    sizes = {"data": place.data_size, "tp": place.tp_size}
-    changed = [axis for axis in record["axes"] if record["sizes"][axis] != sizes[axis]]
-    if changed:
-        was = ", ".join(f"{record['sizes'][axis]} {axis} ranks" for axis in changed)
-        now = ", ".join(f"{sizes[axis]}" for axis in changed)
+    if problem := misfit(record, place):
         raise WeightsError(
-            f"{name} differs between ranks, and was saved on {was}; now there are {now}. Give "
-            f"resume(reshard={{{name!r}: function of (values, place)}}), or resume(leave_out=[{name!r}]) to go on "
-            "without it"
+            f"{name} {problem}. Give resume(reshard={{{name!r}: function of (values, place)}}), or "
+            f"resume(leave_out=[{name!r}]) to go on without it"
         )
     at = 0
     for axis, index in (("data", place.data), ("tp", place.tp)):
         if axis in record["axes"]:
-            at = at * sizes[axis] + index
+            at = at * record["sizes"][axis] + index
     return decode(record["values"][at])
+
+
+def misfit(record: Mapping[str, Any], place: Place) -> str:
+    """Why the record cannot be given back here: along an axis on which it differs, ranks are more or fewer now."""
+    now = {"data": place.data_size, "tp": place.tp_size}
+    changed = [axis for axis in record["axes"] if record["sizes"][axis] != now[axis]]
+    return " and ".join(
+        f"differs between the {axis} ranks, of which there were {record['sizes'][axis]} and are {now[axis]} now"
+        for axis in changed
+    )

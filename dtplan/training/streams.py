@@ -11,7 +11,11 @@ import torch
 
 from dtplan._errors import WeightsError
 
-__all__ = ["check_streams", "read_streams", "set_stream"]
+__all__ = ["UNSHARED", "check_streams", "read_streams", "set_stream"]
+
+UNSHARED = ("rng.python", "rng.numpy")
+"""Streams that begin differently in every process unless a user seeds them, so that ranks owe nothing to each other's:
+where they cannot be given back, it is told and not refused."""
 
 
 def read_streams(device: torch.device, generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
