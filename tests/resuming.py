@@ -1,4 +1,4 @@
-"""What the tests of training checkpoints share: a model that trains on a mesh, and all that it holds, by whole tensors."""
+"""What tests of training checkpoints share: a model that trains on a mesh, and what it holds, by whole tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Run:
         self.data = mesh.get_local_rank("replicate") * shape[1] + mesh.get_local_rank("shard")
         self.data_size = shape[0] * shape[1]
         start = copy.deepcopy(model) if isinstance(model, nn.Module) else on_meta(model).double()
-        self.model = dtplan.parallelize(start, mesh, plan)
+        self.model: Any = dtplan.parallelize(start, mesh, plan)
         self.optimizer = make(self.model)
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
 

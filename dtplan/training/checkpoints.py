@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.optim import Optimizer
 
 from dtplan._errors import WeightsError, did_you_mean
@@ -99,7 +99,9 @@ class TrainingCheckpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.wait()
 
@@ -161,7 +163,7 @@ class TrainingCheckpoints:
 
     @torch.no_grad()
     def _held(
-        self, step: int, extra: Any, per_rank: Mapping[str, Any], *, copied: bool
+        self, step: Any, extra: Any, per_rank: Mapping[str, Any], *, copied: bool
     ) -> tuple[dict[str, Sequence[Block]], Plain]:
         """This rank's blocks, on the host if ``copied``, and what is small."""
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -213,7 +215,9 @@ class TrainingCheckpoints:
             prune(self._folder, self._keep)
 
         writer = SafetensorsWriter(staging.path, done)
-        dcp.save(state_dict_of(blocks), storage_writer=writer, planner=BlockSavePlanner(), process_group=group)
+        state_dict_saver.save(
+            state_dict_of(blocks), storage_writer=writer, planner=BlockSavePlanner(), process_group=group
+        )
 
     # ---------------------------------------------------------------------------------------------------- resuming
 
@@ -253,7 +257,9 @@ class TrainingCheckpoints:
         reader = SafetensorsReader(folder)
         sources = agreed(lambda: match_model(self._model, self._applied.stored, reader.read_metadata()))
         blocks, optimizer = agreed(lambda: self._to_fill(folder, sources, None if "optimizer" in out else state))
-        finished(partial(dcp.load, state_dict_of(blocks), storage_reader=reader, planner=BlockLoadPlanner()))
+        finished(
+            partial(state_dict_loader.load, state_dict_of(blocks), storage_reader=reader, planner=BlockLoadPlanner())
+        )
         agreed(lambda: self._restore(None if "scheduler" in out else state, optimizer, streams))
         return Resumed(
             step=manifest.step,

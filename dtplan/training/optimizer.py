@@ -165,14 +165,14 @@ def _matched(groups: list[list[str]], saved: Mapping[str, Any]) -> list[Mapping[
             lines.append(f"  {len(missing)} have no optimizer state in the checkpoint: {some(missing)}")
         if unexpected:
             lines.append(f"  {len(unexpected)} of the checkpoint are not in this optimizer: {some(unexpected)}")
-        hint = "train the same parameters, or start with a new optimizer: resume(leave_out=['optimizer', 'scheduler'])"
+        hint = "train the same parameters, or begin with a new optimizer: resume(leave_out=['optimizer', 'scheduler'])"
         raise WeightsError("\n".join([*lines, f"  = {hint}"]))
     found = []
     for number, group in enumerate(groups):
         match = [one for one in saved["groups"] if set(one["parameters"]) == set(group)]
         if not match:
             raise WeightsError(
-                f"param_groups[{number}] of the optimizer ({some(group, 3)}) is no group of the checkpoint's optimizer: "
+                f"param_groups[{number}] of the optimizer ({some(group, 3)}) is no group of the checkpoint's: "
                 "make the groups as they were made when it was saved"
             )
         found.append(match[0])

@@ -34,13 +34,12 @@ def encode(value: Any, path: str) -> Any:
         return value
     if isinstance(value, Tensor):
         return _encode_tensor(value, path)
-    if type(value) is list:
-        return [encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if type(value) is tuple:
-        return {_TUPLE: [encode(item, f"{path}[{index}]") for index, item in enumerate(value)]}
-    if isinstance(value, Counter):
-        return {_COUNTER: _encode_items(value, path)}
+    if type(value) in (list, tuple):
+        items = [encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return items if type(value) is list else {_TUPLE: items}
     if isinstance(value, Mapping):
+        if isinstance(value, Counter):
+            return {_COUNTER: _encode_items(value, path)}
         if all(isinstance(key, str) and key not in _TAGS for key in value):
             return {key: encode(item, f"{path}.{key}") for key, item in value.items()}
         return {_DICT: _encode_items(value, path)}
@@ -75,11 +74,9 @@ def decode(value: Any) -> Any:
     Raises:
         WeightsError: no ``encode`` wrote this.
     """
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
     match value:
+        case list():
+            return [decode(item) for item in value]
         case {"__tensor__": str(dtype), "shape": [*shape], "data": str(data)} if dtype in DTYPES:
             return _decode_tensor(DTYPES[dtype], shape, data)
         case {"__tuple__": [*items]}:
@@ -88,9 +85,9 @@ def decode(value: Any) -> Any:
             return dict(_decode_items(items))
         case {"__counter__": [*items]}:
             return Counter(dict(_decode_items(items)))
-    if any(tag in value for tag in _TAGS):
-        raise WeightsError(f"small state is broken: {str(value)[:80]}")
-    return {key: decode(item) for key, item in value.items()}
+        case dict() if any(tag in value for tag in _TAGS):
+            raise WeightsError(f"small state is broken: {str(value)[:80]}")
+    return {key: decode(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _decode_items(items: list[Any]) -> list[tuple[Any, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dtplan._errors import WeightsError

@@ -46,7 +46,9 @@ class Place:
         )
 
 
-def spread(name: str, values: Sequence[Any], places: Sequence[Place], *, over_data: bool | None = None) -> dict[str, Any]:
+def spread(
+    name: str, values: Sequence[Any], places: Sequence[Place], *, over_data: bool | None = None
+) -> dict[str, Any]:
     """``values`` of all ranks, encoded, as one record: once for each place along the axes on which they differ.
 
     ``over_data`` True keeps one for every data-parallel rank even if they are equal; they may not differ along tp.

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, SavePlan, SavePlanner, StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from dtplan._errors import WeightsError
@@ -71,7 +70,9 @@ class SafetensorsWriter(StorageWriter):
             name = f"shard-{plan.storage_data:05d}-{number}.safetensors"
             with writing(self._folder / name):
                 _write_file(self._folder / name, items, planner)
-            results += [WriteResult(index=i.index, size_in_bytes=_file_tensor(i).nbytes, storage_data=name) for i in items]
+            results += [
+                WriteResult(index=i.index, size_in_bytes=_file_tensor(i).nbytes, storage_data=name) for i in items
+            ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -164,7 +165,9 @@ class SafetensorsReader(StorageReader):
                 for offsets, _, held in fields["blocks"]
             }
         except OSError as error:
-            raise WeightsError(f"{file}: cannot be read ({error.strerror or error}); resume from another one") from error
+            raise WeightsError(
+                f"{file}: cannot be read ({error.strerror or error}); resume from another one"
+            ) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise WeightsError(f"{file}: is broken ({error}); resume from another checkpoint") from error
         return Metadata(state_dict_metadata=dict(tensors), storage_data=storage)

@@ -50,7 +50,9 @@ def check_streams(
             )
     for name in (f"rng.{short}" for short in generators):
         if name not in saved and "rng" not in out:
-            raise WeightsError(f"the checkpoint has no random stream {name}; give no such generator, or leave out 'rng'")
+            raise WeightsError(
+                f"the checkpoint has no random stream {name}; give no such generator, or leave out 'rng'"
+            )
 
 
 def set_stream(name: str, state: Any, device: torch.device, generators: Mapping[str, torch.Generator]) -> None:

@@ -51,7 +51,9 @@ def initialize(model: nn.Module, seed: int = 0, *, meet_seconds: float = 30.0) -
 
 @torch.no_grad()
 def _initialize(model: nn.Module, seed: int, done: Applied, undefined: set[str]) -> None:
-    draw = _Draw(seed=seed, homes=_homes(model), owners={id(module): owner for owner, module in with_owner(model, None)})
+    draw = _Draw(
+        seed=seed, homes=_homes(model), owners={id(module): owner for owner, module in with_owner(model, None)}
+    )
     left = []
     for name, module, whole in _groups(model, "", set(done.bound.fsdp_units)):
         for full_name, parameter, value in draw.group(name, module, whole=whole):
@@ -148,10 +150,8 @@ class _Draw:
         if parameter is None:
             return None
         home = self.homes[id(parameter)] == original_name(name)
-        device = "cpu" if home else "meta"
-        kind = dict(dtype=parameter.dtype, device=device)
-        floats = parameter.is_floating_point()
-        blank = torch.full(parameter.shape, math.nan, **kind) if floats else torch.zeros(parameter.shape, **kind)
+        fill = math.nan if parameter.is_floating_point() else 0
+        blank = torch.full(parameter.shape, fill, dtype=parameter.dtype, device="cpu" if home else "meta")
         twin = nn.Parameter(blank, requires_grad=False)
         if not home:
             twin._is_hf_initialized = True  # type: ignore[attr-defined] # so transformers' init functions pass it by
@@ -166,8 +166,9 @@ class _Draw:
         try:
             if owner is not None:
                 owner._init_weights(twin)  # type: ignore[operator]
-            if any(_is_blank(one) for one in twin._parameters.values()) and hasattr(twin, "reset_parameters"):
-                twin.reset_parameters()  # what the module does when it is built, before its model's own init
+            reset = getattr(twin, "reset_parameters", None)
+            if reset is not None and any(_is_blank(one) for one in twin._parameters.values()):
+                reset()  # what the module does when it is built, before its model's own init
                 if owner is not None:
                     owner._init_weights(twin)  # type: ignore[operator]
         except AttributeError as error:
@@ -180,7 +181,12 @@ class _Draw:
 
 
 def _is_blank(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and parameter.is_floating_point() and not parameter.is_meta and bool(parameter.isnan().any())
+    return (
+        parameter is not None
+        and parameter.is_floating_point()
+        and not parameter.is_meta
+        and bool(parameter.isnan().any())
+    )
 
 
 def _join(path: str, name: str) -> str:
