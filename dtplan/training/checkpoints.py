@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from dtplan._errors import WeightsError, did_you_mean
 from dtplan.planner.apply import applied
 from dtplan.training.manifest import Manifest, list_checkpoints, prune, read_json, step_folder, tidy
-from dtplan.training.optimizer import OptimizerState, optimizer_plain, optimizer_state, parameters_by_id, some
+from dtplan.training.optimizer import OptimizerState, optimizer_plain, optimizer_state, parameters_by_id, restore, some
 from dtplan.training.plain import decode, encode
 from dtplan.training.planners import BlockLoadPlanner, BlockSavePlanner, state_dict_of
 from dtplan.training.ranks import Plain, copies, finished, join, match_model, model_blocks
@@ -344,7 +344,7 @@ class TrainingCheckpoints:
         self, state: Mapping[str, Any] | None, optimizer: OptimizerState | None, streams: Mapping[str, Any]
     ) -> None:
         if self._optimizer is not None and optimizer is not None:
-            self._optimizer.load_state_dict(optimizer.state_dict)
+            restore(self._optimizer, optimizer)
         if self._scheduler is not None and state is not None:
             self._scheduler.load_state_dict(decode(state["scheduler"]))
         for name, value in streams.items():

@@ -20,7 +20,7 @@ from dtplan.weights.checkpoint import DTYPES
 from dtplan.weights.state import state_tensors
 from dtplan.weights.writer import DTYPE_NAMES
 
-__all__ = ["OptimizerState", "moment_name", "optimizer_plain", "optimizer_state", "parameters_by_id", "some"]
+__all__ = ["OptimizerState", "moment_name", "optimizer_plain", "optimizer_state", "parameters_by_id", "restore", "some"]
 
 _LIKE = "__like_parameter__"
 """Marks a state tensor that has the shape and placement of its parameter; its value is the dtype."""
@@ -151,6 +151,18 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, Named], saved: Map
                     for block in blocks(named.owner, value, named.stored):
                         held.setdefault(moment_name(block.source, key), []).append(block)
     return OptimizerState(state_dict={"state": state, "param_groups": param_groups}, blocks=held)
+
+
+def restore(optimizer: Optimizer, found: OptimizerState) -> None:
+    """Gives the optimizer its state, through its own ``load_state_dict``."""
+    optimizer.load_state_dict(found.state_dict)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in found.state_dict["state"].items():
+        own = optimizer.state[parameters[number]]
+        for key, value in values.items():
+            # torch gives moments the dtype of their parameter: here they keep the one that they had.
+            if isinstance(value, Tensor) and value.dim() and own[key].dtype != value.dtype:
+                own[key] = value
 
 
 def _matched(groups: list[list[str]], saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:

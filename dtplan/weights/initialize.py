@@ -58,7 +58,7 @@ def _initialize(model: nn.Module, seed: int, done: Applied, undefined: set[str])
     for name, module, whole in _groups(model, "", set(done.bound.fsdp_units)):
         for full_name, parameter, value in draw.group(name, module, whole=whole):
             _keep(full_name, parameter, value, done.stored.get(full_name))
-            if value.is_floating_point() and value.isnan().any():
+            if _is_blank(value):
                 left.append(full_name)
     left += sorted(undefined - {original_name(name) for name, _ in model.named_parameters(remove_duplicate=False)})
     if left:
@@ -180,13 +180,9 @@ class _Draw:
             generator.set_state(before)
 
 
-def _is_blank(parameter: nn.Parameter | None) -> bool:
-    return (
-        parameter is not None
-        and parameter.is_floating_point()
-        and not parameter.is_meta
-        and bool(parameter.isnan().any())
-    )
+def _is_blank(value: Tensor | None) -> bool:
+    """Whether something of it was not drawn; a sum is nan if a term is, and takes no memory."""
+    return value is not None and value.is_floating_point() and not value.is_meta and bool(value.sum().isnan())
 
 
 def _join(path: str, name: str) -> str:
