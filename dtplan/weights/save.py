@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -20,12 +19,12 @@ from dtplan._errors import WeightsError
 from dtplan.planner.stored import Stored
 from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
 from dtplan.weights.blocks import Block
-from dtplan.weights.checkpoint import INDEX_FILE
+from dtplan.weights.checkpoint import DTYPE_NAMES, INDEX_FILE
 from dtplan.weights.gather import Box, Held, Whole, whole_tensors
 from dtplan.weights.shards import Files, pack, write_files
 from dtplan.weights.staging import Staging, writing
-from dtplan.weights.state import NOTHING_FUSED, StateTensor, current_device, state_tensors
-from dtplan.weights.writer import DTYPE_NAMES, FileTensor, write_json
+from dtplan.weights.state import NOTHING_FUSED, StateTensor, comm_device, state_tensors
+from dtplan.weights.writer import FileTensor, write_json
 
 __all__ = ["SaveReport", "save_checkpoint"]
 
@@ -75,7 +74,7 @@ def save_checkpoint(
     agreed(staging.open if first else _wait)
     try:
         writers = [rank for rank, sees in enumerate(gather_objects(staging.path.is_dir())) if sees]
-        write_files(staging.path, files, held, wholes, writers=writers, device=_comm_device(model))
+        write_files(staging.path, files, held, wholes, writers=writers, device=comm_device(model))
         agreed((lambda: _finish(staging, model, held, files, tokenizer)) if first else _wait)
     except BaseException:
         if first:
@@ -151,15 +150,6 @@ def _join(held: Sequence[Held], surveys: Sequence[_Survey]) -> list[Whole]:
             "0's, or the model has other tensors; make the same call with the same model on every rank"
         )
     return whole_tensors([one.tensor for one in held], [survey.boxes for survey in surveys])
-
-
-def _comm_device(model: nn.Module) -> torch.device:
-    """Where the default group moves bytes: where the tensors are, or on the device of its first backend."""
-    home = next((param.device for param in model.parameters()), torch.device("cpu"))
-    if rank_and_world()[1] == 1:
-        return home
-    served = [backend.split(":")[0] for backend in dist.get_backend_config().split(",")]
-    return home if home.type in served else current_device(served[0])
 
 
 def _finish(staging: Staging, model: nn.Module, held: Sequence[Held], files: Files, tokenizer: Any) -> None:
