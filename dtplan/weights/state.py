@@ -7,13 +7,23 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtplan.planner.stored import Stored
+from dtplan.weights.agree import rank_and_world
 from dtplan.weights.blocks import Block, blocks, source_shapes
 
-__all__ = ["NOTHING_FUSED", "StateTensor", "current_device", "mesh_device", "original_name", "state_tensors"]
+__all__ = [
+    "NOTHING_FUSED",
+    "StateTensor",
+    "comm_device",
+    "current_device",
+    "mesh_device",
+    "original_name",
+    "state_tensors",
+]
 
 WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Path segments that torch.compile and activation checkpointing put into names."""
@@ -82,3 +92,12 @@ def current_device(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def comm_device(model: nn.Module) -> torch.device:
+    """Where the default group moves bytes: where the tensors are, or on the device of its first backend."""
+    home = next((param.device for param in model.parameters() if not param.is_meta), torch.device("cpu"))
+    if rank_and_world()[1] == 1:
+        return home
+    served = [backend.split(":")[0] for backend in dist.get_backend_config().split(",")]
+    return home if home.type in served else current_device(served[0])
