@@ -17,9 +17,11 @@ import dtplan
 from dtplan import WeightsError
 from dtplan.prove.oracle import whole
 from dtplan.prove.simulated import simulated_ranks
+from dtplan.te import engine
 from dtplan.weights import initialize
 from tests.cases import ids_of, t0
 from tests.models import drawing, llama, neox, on_meta
+from tests.te_standin import ENGINE
 
 Shape = tuple[int, int, int]
 PLANS = Path(__file__).parent / "plans"
@@ -156,6 +158,24 @@ def _forgetful(rank: int) -> str:
 def test_b77_a_parameter_that_no_init_knows_is_named() -> None:
     (text,) = set(simulated_ranks(2, _forgetful))
     assert "1 tensors are left without a value: scale.factor;" in text
+
+
+@pytest.mark.parametrize("config", [llama(), neox()], ids=["llama", "neox"])
+def test_b77_fused_layers_are_drawn_as_the_modules_that_they_replace(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for TransformerEngine: transformers would fill its LayerNormLinear with ones, as a norm."""
+    (truth,) = simulated_ranks(1, drawn_in_double, config, (1, 1, 1))
+    monkeypatch.setattr(engine, "find", lambda: ENGINE)
+    for found in simulated_ranks(4, drawn_in_double, config, (1, 2, 2)):
+        assert found.pop("fused")
+        assert same(found, {name: tensor for name, tensor in truth.items() if name != "fused"})
+
+
+def drawn_in_double(rank: int, config: Any, shape: Shape) -> dict[str, Any]:
+    model = dtplan.parallelize(on_meta(config).double(), mesh_of(shape))
+    dtplan.initialize(model)
+    return {**wholes(model), "fused": any(".te_" in name for name, _ in model.named_modules())}
 
 
 def test_no_rank_holds_more_than_one_whole_unit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,12 +28,14 @@ import dtplan
 from dtplan import WeightsError
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
+from dtplan.te import engine
 from dtplan.training import storage
 from dtplan.training.plain import decode, encode
 from dtplan.weights.checkpoint import read_header
 from dtplan.weights.writer import ShardWriter
 from tests.models import build, llama, neox
 from tests.resuming import Run, Shape, adamw, equal, momentum, resumed, trained_and_saved
+from tests.te_standin import ENGINE
 
 PHI3 = Phi3Config(  # type: ignore[call-arg]
     vocab_size=33,
@@ -76,6 +78,25 @@ def test_parameters_and_optimizer_are_bit_equal_at_any_degrees(
         for found, rates in simulated_ranks(ranks(shape), resumed, config, shape, str(tmp_path), plan, make):
             assert equal(found, truth)
             assert set(rates) == {(1e-2 if make is adamw else 0.1) * (1 / 3)}  # the schedule's, after two steps
+
+
+@pytest.mark.parametrize("fused", ["saved", "resumed"])
+def test_fused_layers_and_plain_ones_resume_each_other(
+    fused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = neox()
+    with monkeypatch.context() as patch:
+        if fused == "saved":
+            patch.setattr(engine, "find", lambda: ENGINE)
+        truth, *_ = simulated_ranks(2, trained_and_saved, build(config), (1, 1, 2), str(tmp_path))
+    with monkeypatch.context() as patch:
+        if fused == "resumed":
+            patch.setattr(engine, "find", lambda: ENGINE)
+        found = simulated_ranks(2, resumed, config, (1, 2, 1), str(tmp_path))
+    moments = {name: tensor for name, tensor in truth.items() if not name.endswith(" step")}
+    assert any("query_key_value.weight exp_avg" in name for name in moments)
+    for held, _ in found:
+        assert equal({name: tensor for name, tensor in held.items() if not name.endswith(" step")}, moments)
 
 
 # ------------------------------------------------------------------------------------------- what is in the files

@@ -16,9 +16,8 @@ from dtplan._errors import WeightsError
 from dtplan.planner.stored import Stored
 from dtplan.training.plain import decode, encode
 from dtplan.weights.blocks import Block, blocks
-from dtplan.weights.checkpoint import DTYPES
+from dtplan.weights.checkpoint import DTYPE_NAMES, DTYPES
 from dtplan.weights.state import state_tensors
-from dtplan.weights.writer import DTYPE_NAMES
 
 __all__ = ["OptimizerState", "moment_name", "optimizer_plain", "optimizer_state", "parameters_by_id", "restore", "some"]
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtplan._errors import WeightsError
-from dtplan.weights.checkpoint import DTYPES
-from dtplan.weights.writer import DTYPE_NAMES
+from dtplan.weights.checkpoint import DTYPE_NAMES, DTYPES
 
 __all__ = ["decode", "encode"]
 

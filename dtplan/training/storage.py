@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from dtplan._errors import WeightsError
-from dtplan.weights.checkpoint import DTYPES, BlockReader, Checkpoint, read_header
+from dtplan.weights.checkpoint import DTYPE_NAMES, DTYPES, BlockReader, Checkpoint, read_header
 from dtplan.weights.staging import writing
-from dtplan.weights.writer import DTYPE_NAMES, FileTensor, ShardWriter, file_order
+from dtplan.weights.writer import FileTensor, ShardWriter, file_order
 
 __all__ = ["INDEX", "SafetensorsReader", "SafetensorsWriter"]
 
@@ -191,7 +191,7 @@ class SafetensorsReader(StorageReader):
             by_file.setdefault(self._files[item.storage_index], []).append(item)
         for name, items in by_file.items():
             file = self._folder / name
-            with BlockReader(Checkpoint(folder=self._folder, tensors=read_header(file))) as reader:
+            with BlockReader(Checkpoint(place=str(self._folder), tensors=read_header(file))) as reader:
                 for item in items:
                     inside = zip(item.storage_offsets, item.lengths, strict=True)
                     cut = tuple(slice(start, start + length) for start, length in inside)

@@ -11,18 +11,19 @@ import hashlib
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dtplan._errors import WeightsError
 from dtplan.planner.apply import Applied, applied
 from dtplan.planner.stored import Stored
 from dtplan.weights.agree import agreed, meet
-from dtplan.weights.blocks import blocks
 from dtplan.weights.materialise import materialise, with_owner
-from dtplan.weights.state import original_name, state_tensors
+from dtplan.weights.state import StateTensor, original_name, state_tensors
 
 __all__ = ["initialize"]
 
@@ -51,16 +52,24 @@ def initialize(model: nn.Module, seed: int = 0, *, meet_seconds: float = 30.0) -
 
 @torch.no_grad()
 def _initialize(model: nn.Module, seed: int, done: Applied, undefined: set[str]) -> None:
+    states = state_tensors(model, done.stored)
+    tree = _unfused(model, done.stored)
     draw = _Draw(
-        seed=seed, homes=_homes(model), owners={id(module): owner for owner, module in with_owner(model, None)}
+        seed=seed,
+        targets={name: state for state in states for name in state.names},
+        homes=_homes(tree),
+        owners={id(module): owner for owner, module in with_owner(tree, None)},
     )
-    left = []
-    for name, module, whole in _groups(model, "", set(done.bound.fsdp_units)):
-        for full_name, parameter, value in draw.group(name, module, whole=whole):
-            _keep(full_name, parameter, value, done.stored.get(full_name))
-            if _is_blank(value):
-                left.append(full_name)
-    left += sorted(undefined - {original_name(name) for name, _ in model.named_parameters(remove_duplicate=False)})
+    drawn: set[str] = set()
+    for name, module, whole in _groups(tree, "", set(done.bound.fsdp_units)):
+        for source, value in draw.group(name, module, whole=whole):
+            for block in draw.targets[source].blocks():
+                block.local.copy_(value[block.slices])
+            if not _is_blank(value):
+                drawn.update(draw.targets[source].names)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    left = [state.names[0] for state in states if id(state.tensor) in parameters and state.names[0] not in drawn]
+    left += sorted(undefined - {owner for state in states for owner in state.owners})
     if left:
         raise WeightsError(
             f"{len(left)} tensors are left without a value: {', '.join(left[:8])}; neither the model's `_init_weights` "
@@ -68,11 +77,20 @@ def _initialize(model: nn.Module, seed: int, done: Applied, undefined: set[str])
         )
 
 
-def _keep(name: str, parameter: Tensor, value: Tensor, stored: Stored | None) -> None:
-    """Puts this rank's blocks of a whole ``value`` in their place; a fused one is drawn as it is stored at tp 1."""
-    sources = replace(stored, tp=1).split(value) if stored is not None else {name: value}
-    for block in blocks(name, parameter, stored):
-        block.local.copy_(sources[block.source][block.slices])
+def _unfused(model: nn.Module, stored: Mapping[str, Stored]) -> nn.Module:
+    """``model``, or if layers of it were fused, the model as it was, on meta: its own init knows those modules alone.
+
+    Raises WeightsError when it cannot be built again.
+    """
+    if all(part.source == name for name, one in stored.items() for part in one.parts):
+        return model
+    kind: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    config = getattr(model, "config", None)
+    if config is None:
+        raise WeightsError(f"{kind.__name__} has fused layers and no config, so its init cannot be known: te='off'")
+    with torch.device("meta"):
+        built: nn.Module = kind(config)
+    return built
 
 
 def _homes(model: nn.Module) -> dict[int, str]:
@@ -115,21 +133,22 @@ class _Draw:
     """Draws whole values, group by group."""
 
     seed: int
+    targets: Mapping[str, StateTensor]
+    """Name in checkpoints -> what of the model it fills."""
     homes: Mapping[int, str]
     owners: Mapping[int, nn.Module | None]
     """Module -> the model around it whose ``_init_weights`` is for it."""
 
-    def group(self, name: str, module: nn.Module, *, whole: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """``(name, parameter, whole value)`` of every parameter whose home is in the group."""
+    def group(self, name: str, module: nn.Module, *, whole: bool) -> Iterator[tuple[str, Tensor]]:
+        """``(name, whole value)`` of every parameter whose home is in the group."""
         members = list(self._twins(name, module, whole=whole))
         for full_name, real, twin in members:
             with _DRAWING:
                 self._run(full_name, self.owners[id(real)], twin)
-        for full_name, real, twin in members:
-            for key, parameter in real._parameters.items():
-                value = twin._parameters[key]
-                if parameter is not None and value is not None and not value.is_meta:
-                    yield _join(full_name, key), parameter, value.detach()
+        for full_name, _, twin in members:
+            for key, value in twin._parameters.items():
+                if value is not None and not value.is_meta:
+                    yield original_name(_join(full_name, key)), value.detach()
 
     def _twins(self, name: str, module: nn.Module, *, whole: bool) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         """``(name, module, its twin with whole parameters)``, children first, as transformers initialises."""
@@ -149,9 +168,16 @@ class _Draw:
         """A whole parameter to be drawn, nan for now; one without storage if it is drawn under another name."""
         if parameter is None:
             return None
-        home = self.homes[id(parameter)] == original_name(name)
-        fill = math.nan if parameter.is_floating_point() else 0
-        blank = torch.full(parameter.shape, fill, dtype=parameter.dtype, device="cpu" if home else "meta")
+        name = original_name(name)
+        home = self.homes[id(parameter)] == name
+        if home and name not in self.targets:
+            raise WeightsError(
+                f"{name} is in no layer of the sharded model: its layers were changed after it was built"
+            )
+        like = self.targets[name].tensor if home else parameter
+        fill = math.nan if like.is_floating_point() else 0
+        shape = self.targets[name].shape if home else parameter.shape
+        blank = torch.full(shape, fill, dtype=like.dtype, device="cpu" if home else "meta")
         twin = nn.Parameter(blank, requires_grad=False)
         if not home:
             twin._is_hf_initialized = True  # type: ignore[attr-defined] # so transformers' init functions pass it by
