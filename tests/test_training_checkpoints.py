@@ -99,6 +99,22 @@ def test_fused_layers_and_plain_ones_resume_each_other(
         assert equal({name: tensor for name, tensor in held.items() if not name.endswith(" step")}, moments)
 
 
+def _wide_moments(rank: int, model: nn.Module, folder: str) -> set[tuple[torch.dtype, float]]:
+    run = Run(model, (1, 2, 1), make=momentum)
+    for parameter in run.model.parameters():
+        run.optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 1 / 3, dtype=torch.float32)
+    run.checkpoints(folder).save(1)
+    again = Run(model, (1, 2, 1), make=momentum)
+    assert again.checkpoints(folder).resume() is not None
+    states = [state["momentum_buffer"].to_local() for state in again.optimizer.state.values()]
+    return {(state.dtype, value) for state in states for value in state.unique().tolist()}
+
+
+def test_moments_that_are_wider_than_their_parameters_stay_so(tmp_path: Path) -> None:
+    (found, _) = simulated_ranks(2, _wide_moments, build(llama(), dtype=torch.bfloat16), str(tmp_path))
+    assert found == {(torch.float32, torch.tensor(1 / 3).item())}
+
+
 # ------------------------------------------------------------------------------------------- what is in the files
 
 
