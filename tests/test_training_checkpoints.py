@@ -31,6 +31,7 @@ from dtplan.prove.simulated import simulated_ranks
 from dtplan.te import engine
 from dtplan.training import storage
 from dtplan.training.plain import decode, encode
+from dtplan.training.spread import Place, spread
 from dtplan.weights.checkpoint import read_header
 from dtplan.weights.writer import ShardWriter
 from tests.models import build, llama, neox
@@ -323,6 +324,10 @@ def _break(folder: Path, how: str) -> None:
         index = json.loads((folder / "tensors.json").read_text())
         index["model.lm_head.weight"]["blocks"] = []
         _rewritten(folder, "tensors.json", json.dumps(index))
+    elif how == "hole":
+        index = json.loads((folder / "tensors.json").read_text())
+        index["model.lm_head.weight"]["blocks"][0][0] = [16, 0]
+        _rewritten(folder, "tensors.json", json.dumps(index))
     elif how == "outside":
         text = (folder / "tensors.json").read_text().replace("shard-00000-0", "../shard-00000-0")
         _rewritten(folder, "tensors.json", text)
@@ -346,6 +351,7 @@ def _rewritten(folder: Path, name: str, text: str) -> None:
         ("truncated", "not whole: shard-00000-0.safetensors ("),
         ("missing", "not whole: shard-00000-0.safetensors (0 of "),
         ("index", "tensors.json: is broken (the blocks do not make up the tensor)"),
+        ("hole", "model.lm_head.weight: the checkpoint has 512 of 1024 elements of a block at [0, 0]; it is not whole"),
         ("outside", "is not inside the folder"),
         ("state", "state.json: broken JSON"),
         ("manifest", "manifest.json: is broken"),
@@ -408,6 +414,12 @@ def test_missing_optimizer_state_is_named(tmp_path: Path) -> None:
     (text,) = set(simulated_ranks(2, _frozen_then_trained, build(llama()), str(tmp_path)))
     assert "9 have no optimizer state in the checkpoint: model.layers.1.self_attn.q_proj.weight, " in text
     assert "resume(leave_out=['optimizer', 'scheduler'])" in text
+
+
+def test_values_of_ranks_that_happen_to_be_equal_are_still_one_for_each() -> None:
+    places = [Place(data=rank // 2, data_size=2, tp=rank % 2, tp_size=2) for rank in range(4)]
+    assert spread("loader", [7] * 4, places, over_data=True)["axes"] == ["data"]
+    assert spread("rng.torch", [7] * 4, places) == {"axes": [], "sizes": {"data": 2, "tp": 2}, "values": [7]}
 
 
 def _different(rank: int, model: nn.Module, folder: str) -> list[str]:
