@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -488,10 +489,18 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(
 def _asynchronous(rank: int, model: nn.Module, folder: str) -> bool:
     run = Run(model, (1, 2, 1))
     run.train(0, 2)
+    trained, write = threading.Event(), storage.SafetensorsWriter.write_data
+
+    def late(*arguments: Any) -> Any:
+        assert trained.wait(60)
+        return write(*arguments)
+
+    mock.patch.object(storage.SafetensorsWriter, "write_data", late).start()
     with run.checkpoints(folder) as checkpoints:
         checkpoints.save(2, asynchronous=True)
         held = run.holds()
-        run.train(2, 4)  # in place, while the thread writes
+        run.train(2, 4)  # in place
+        trained.set()
     assert checkpoints.resume() is not None
     return equal(run.holds(), held)
 

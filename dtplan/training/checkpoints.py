@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,26 +19,22 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.optim import Optimizer
 
-from dtplan._errors import WeightsError, did_you_mean
+from dtplan._errors import WeightsError
 from dtplan.planner.apply import applied
 from dtplan.training.manifest import Manifest, list_checkpoints, prune, read_json, step_folder, tidy
-from dtplan.training.optimizer import OptimizerState, optimizer_plain, optimizer_state, parameters_by_id, restore, some
-from dtplan.training.plain import decode, encode
+from dtplan.training.parts import Parts
+from dtplan.training.plain import decode
 from dtplan.training.planners import BlockLoadPlanner, BlockSavePlanner, state_dict_of
-from dtplan.training.ranks import Plain, copies, finished, join, match_model, model_blocks
-from dtplan.training.spread import Place, Reshard, misfit, own_value
+from dtplan.training.ranks import copies, finished, join, match_model
+from dtplan.training.spread import Reshard
 from dtplan.training.storage import SafetensorsReader, SafetensorsWriter
-from dtplan.training.streams import UNSHARED, check_streams, read_streams, set_stream
 from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
 from dtplan.weights.blocks import Block
-from dtplan.weights.materialise import materialise
 from dtplan.weights.staging import Staging, writing
-from dtplan.weights.state import current_device, state_tensors
 
 __all__ = ["Resumed", "TrainingCheckpoints"]
 
 STATE = "state.json"
-PARTS = ("optimizer", "scheduler", "extra", "rng")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +82,15 @@ class TrainingCheckpoints:
     ) -> None:
         if keep is not None and keep < 1:
             raise WeightsError(f"keep={keep}: at least one checkpoint is kept; None keeps all")
-        self._applied = applied(model)
+        self._parts = Parts(
+            model=model,
+            applied=applied(model),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            generators=dict(generators or {}),
+        )
         self._folder = Path(os.path.realpath(folder))
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._keep, self._generators, self._meet_seconds = keep, dict(generators or {}), meet_seconds
-        self._device = current_device(self._applied.mesh.device_type)
-        self._place = Place.of(self._applied.mesh)
+        self._keep, self._meet_seconds = keep, meet_seconds
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training checkpoint")
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[Future[None], Staging] | None = None
@@ -137,11 +136,13 @@ class TrainingCheckpoints:
         """
         meet("TrainingCheckpoints.save", self._meet_seconds)
         self.wait()
-        blocks, plain = agreed(lambda: self._held(step, extra, per_rank or {}, copied=asynchronous))
-        state = join(plain, self._place)
+        blocks, plain = agreed(lambda: self._parts.held(step, extra, per_rank or {}))
+        state = join(plain, self._parts.place)
         staging = Staging(step_folder(self._folder, step), gather_objects(secrets.token_hex(4))[0], carries=False)
         agreed(lambda: self._open(staging))
         agreed(lambda: self._check_shared(staging))
+        if asynchronous:
+            blocks = agreed(lambda: {name: copies(held) for name, held in blocks.items()})
         write = partial(self._write, blocks, staging, step, state)
         if asynchronous:
             if self._group is None and rank_and_world()[1] > 1:
@@ -160,29 +161,6 @@ class TrainingCheckpoints:
         if self._pending is not None:
             (future, staging), self._pending = self._pending, None
             agreed(lambda: finished(future.result, staging))
-
-    @torch.no_grad()
-    def _held(
-        self, step: Any, extra: Any, per_rank: Mapping[str, Any], *, copied: bool
-    ) -> tuple[dict[str, Sequence[Block]], Plain]:
-        """This rank's blocks, on the host if ``copied``, and what is small."""
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise WeightsError(f"step={step!r}: give the number of steps that are done")
-        blocks: dict[str, Sequence[Block]] = dict(model_blocks(self._model, self._applied.stored))
-        same: dict[str, Any] = {"step": step, "extra": encode(extra, "extra")}
-        if self._optimizer is not None:
-            names = parameters_by_id(self._model, self._applied.stored)
-            same["optimizer"], moments = optimizer_plain(self._optimizer, names)
-            blocks |= moments
-        if self._scheduler is not None:
-            same["scheduler"] = encode(self._scheduler.state_dict(), "scheduler")
-        streams = read_streams(self._device, self._generators)
-        plain = Plain(
-            same=same,
-            streams={name: encode(state, name) for name, state in streams.items()},
-            per_rank={name: encode(value, f"per_rank.{name}") for name, value in per_rank.items()},
-        )
-        return {name: copies(held) for name, held in blocks.items()} if copied else blocks, plain
 
     def _open(self, staging: Staging) -> None:
         if rank_and_world()[0] == 0:
@@ -210,7 +188,7 @@ class TrainingCheckpoints:
             with writing(staging.path):
                 (staging.path / STATE).write_text(json.dumps(state, separators=(",", ":")), encoding="utf-8")
                 order = 1 + max((order for order, _, _ in list_checkpoints(self._folder, broken=True)), default=0)
-                Manifest.of(self._applied.bound, staging.path, step=step, order=order).write(staging.path)
+                Manifest.of(self._parts.applied.bound, staging.path, step=step, order=order).write(staging.path)
             staging.commit()
             prune(self._folder, self._keep)
 
@@ -252,22 +230,24 @@ class TrainingCheckpoints:
         if folder is None:
             return None
         out, functions = frozenset(leave_out), dict(reshard or {})
-        manifest, state = agreed(lambda: self._read(folder, out, functions))
-        streams, per_rank = agreed(lambda: self._own(state, out, functions))
+        parts, bound = self._parts, self._parts.applied.bound
+        manifest, state = agreed(lambda: self._read(folder))
+        agreed(lambda: parts.check(folder, state, out, functions))
+        streams, per_rank = agreed(lambda: parts.own(state, out, functions))
         reader = SafetensorsReader(folder)
-        sources = agreed(lambda: match_model(self._model, self._applied.stored, reader.read_metadata()))
-        blocks, optimizer = agreed(lambda: self._to_fill(folder, sources, None if "optimizer" in out else state))
+        sources = agreed(lambda: match_model(parts.model, parts.applied.stored, reader.read_metadata()))
+        blocks, optimizer = agreed(lambda: parts.to_fill(folder, sources, None if "optimizer" in out else state))
         finished(
             partial(state_dict_loader.load, state_dict_of(blocks), storage_reader=reader, planner=BlockLoadPlanner())
         )
-        agreed(lambda: self._restore(None if "scheduler" in out else state, optimizer, streams))
+        agreed(lambda: parts.restore(None if "scheduler" in out else state, optimizer, streams))
         return Resumed(
             step=manifest.step,
             extra=None if "extra" in out else decode(state["extra"]),
             per_rank=per_rank,
             differences=(
-                *manifest.differences(self._applied.bound),
-                *(f"{name} is not restored: it {why}" for name, why in self._unfit(state, functions).items()),
+                *manifest.differences(bound),
+                *(f"{name} is not restored: it {why}" for name, why in parts.unfit(state, functions).items()),
             ),
             folder=folder,
         )
@@ -281,71 +261,10 @@ class TrainingCheckpoints:
             raise WeightsError(f"{self._folder}: has no checkpoint of step {step}; it has {steps}")
         return there[step]
 
-    def _read(
-        self, folder: Path, out: frozenset[str], functions: Mapping[str, Reshard]
-    ) -> tuple[Manifest, Mapping[str, Any]]:
-        """The small files, checked against what is here to take them."""
+    def _read(self, folder: Path) -> tuple[Manifest, Mapping[str, Any]]:
+        """The small files."""
         manifest = Manifest.read(folder, sizes=rank_and_world()[0] == 0)
-        bound = self._applied.bound
-        if manifest.architecture != bound.architecture:
-            raise WeightsError(f"{folder}: is of a {manifest.architecture}, and this model is a {bound.architecture}")
-        state = read_json(folder / STATE)
-        for part, here in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
-            if part not in out and (part in state) != (here is not None):
-                has, lacks = ("checkpoint", "call") if part in state else ("call", "checkpoint")
-                raise WeightsError(
-                    f"{folder}: the {has} has {part} and the {lacks} has not; give TrainingCheckpoints what was saved, "
-                    f"or resume(leave_out=[{part!r}])"
-                )
-        known = {*PARTS, *state["rng"], *state["per_rank"]}
-        for name in [*out, *functions]:
-            if name not in known:
-                hint = did_you_mean(name, known) or f"it has {', '.join(sorted(known))}"
-                raise WeightsError(f"{folder}: has no {name!r} to leave out or reshard; {hint}")
-        return manifest, state
-
-    def _own(
-        self, state: Mapping[str, Any], out: frozenset[str], functions: Mapping[str, Reshard]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """This rank's random streams and ``per_rank`` values."""
-
-        def own(records: Mapping[str, Any], left: Collection[str]) -> dict[str, Any]:
-            taken = {name: record for name, record in records.items() if name not in left}
-            return {name: own_value(name, record, self._place, functions) for name, record in taken.items()}
-
-        streams = own(state["rng"], state["rng"].keys() if "rng" in out else out | self._unfit(state, functions).keys())
-        check_streams(streams, state["rng"], out, self._device, self._generators)
-        return streams, own(state["per_rank"], out)
-
-    def _unfit(self, state: Mapping[str, Any], functions: Mapping[str, Reshard]) -> dict[str, str]:
-        """Streams of Python and numpy that cannot be given back here, and why."""
-        records = {name: state["rng"][name] for name in UNSHARED if name in state["rng"] and name not in functions}
-        return {name: problem for name, record in records.items() if (problem := misfit(record, self._place))}
-
-    def _to_fill(
-        self, folder: Path, sources: Mapping[str, str], state: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Any], OptimizerState | None]:
-        """The blocks that the checkpoint is to fill, in storage that is there afterwards."""
-        undefined = materialise(self._model, "cpu" if self._applied.cpu_offload else None)
-        tensors = state_tensors(self._model, self._applied.stored)
-        if left := sorted(undefined - {owner for tensor in tensors for owner in tensor.owners}):
-            raise WeightsError(
-                f"{folder}: {len(left)} tensors of the model would be left without a value: {some(left)}; "
-                "neither the checkpoint nor the model's `_init_weights` gives them one: build the model on the CPU"
-            )
-        blocks: dict[str, Any] = model_blocks(self._model, self._applied.stored, sources)
-        if self._optimizer is None or state is None:
-            return blocks, None
-        names = parameters_by_id(self._model, self._applied.stored)
-        optimizer = optimizer_state(self._optimizer, names, state["optimizer"])
-        return blocks | optimizer.blocks, optimizer
-
-    def _restore(
-        self, state: Mapping[str, Any] | None, optimizer: OptimizerState | None, streams: Mapping[str, Any]
-    ) -> None:
-        if self._optimizer is not None and optimizer is not None:
-            restore(self._optimizer, optimizer)
-        if self._scheduler is not None and state is not None:
-            self._scheduler.load_state_dict(decode(state["scheduler"]))
-        for name, value in streams.items():
-            set_stream(name, value, self._device, self._generators)
+        ours = self._parts.applied.bound.architecture
+        if manifest.architecture != ours:
+            raise WeightsError(f"{folder}: is of a {manifest.architecture}, and this model is a {ours}")
+        return manifest, read_json(folder / STATE)

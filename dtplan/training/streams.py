@@ -45,8 +45,8 @@ def check_streams(
     for name in streams:
         if name not in there:
             raise WeightsError(
-                f"the checkpoint has the random stream {name}, and here is none: give TrainingCheckpoints(..., "
-                f"generators={{{name.removeprefix('rng.')!r}: ...}}), or resume(leave_out=[{name!r}])"
+                f"the checkpoint has the random stream {name}, and here is none: give its generator to "
+                f"TrainingCheckpoints, or resume(leave_out=[{name!r}])"
             )
     for name in (f"rng.{short}" for short in generators):
         if name not in saved and "rng" not in out:
