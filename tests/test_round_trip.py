@@ -17,15 +17,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Phi3Config, PretrainedConfig
 
 import dtplan
+import dtplan.roundtrip
 from dtplan.cli import cli
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.weights import api
 from dtplan.weights.checkpoint import open_checkpoint
 from dtplan.weights.compare import differences
 from dtplan.weights.names import file_spelling
+from examples.smollm2 import gguf_file, read_weights
 from tests.cases import model_of
 from tests.families import plan_file
 from tests.models import llama, neox
@@ -244,3 +246,24 @@ def test_renames_that_do_nothing_or_clash_are_refused(folder: Path, tmp_path: Pa
     assert isinstance(result.exception, dtplan.WeightsError)
     assert says in str(result.exception)
     assert not (tmp_path / "new").exists()
+
+
+# ------------------------------------------------------------------------------------------------ the real model
+
+
+def test_smollm2_comes_back_the_same_at_tp_3_and_with_fsdp(tmp_path: Path) -> None:
+    """The weights of SmolLM2-135M in bfloat16, its vocabulary of 49152 and its tie."""
+    config = AutoConfig.from_pretrained(gguf_file().parent, gguf_file=gguf_file().name)
+    weights = {name: value.bfloat16() for name, value in read_weights(gguf_file(), config).items()}
+    config.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    result = dtplan.roundtrip.round_trip(str(tmp_path), tp=(1, 3), fsdp=True)
+    assert [(trip.mesh, trip.verdict) for trip in result.trips] == [
+        ({"tp": 1}, "equal"),
+        ({"shard": 2, "tp": 1}, "equal"),
+        ({"tp": 3}, "equal"),
+        ({"shard": 2, "tp": 3}, "equal"),
+    ]
+    assert (result.tensors, result.renamed, result.left_out) == (272, {}, ())
+    norms = sum(value.nbytes for value in weights.values() if value.dim() == 1)
+    assert [trip.bytes_read - result.bytes for trip in result.trips] == [0, 0, 2 * norms, 2 * norms]
