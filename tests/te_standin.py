@@ -155,6 +155,21 @@ class LayerNorm(_Norm):
     pass
 
 
+class DotProductAttention:
+    """Causal attention of [batch, sequence, heads, width]; the result is [batch, sequence, heads * width]."""
+
+    def __init__(self, heads: int, width: int, **options: Any) -> None:
+        assert options["qkv_format"] == "bshd"
+        assert options["attn_mask_type"] == "causal"
+        self.heads, self.kv_heads, self.scale = heads, options["num_gqa_groups"], options["softmax_scale"]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert (query.shape[2], key.shape[2]) == (self.heads, self.kv_heads)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+
 @contextlib.contextmanager
 def autocast(*, enabled: bool, recipe: Any, amax_reduction_group: dist.ProcessGroup | None) -> Iterator[None]:
     assert enabled
@@ -179,6 +194,7 @@ ENGINE = Engine(
         LayerNormMLP=LayerNormMLP,
         RMSNorm=RMSNorm,
         LayerNorm=LayerNorm,
+        DotProductAttention=DotProductAttention,
         autocast=autocast,
         checkpoint=checkpoint,
     ),

@@ -116,6 +116,7 @@ def parallelize(
         tp = _shard(model, fusing, mesh["tp"])
         units = bound.fsdp_units if data is not None or every else ()
         _add_scopes(model, bound, units, tp)
+        fusing.seal(model)
         stored = tp.stored
     if every:
         checkpoint_units(model, bound, every, fusing.recomputing or recomputed)

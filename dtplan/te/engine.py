@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Engine:
     """The modules of TransformerEngine's torch package, and where and in which dtypes its layers compute."""
 

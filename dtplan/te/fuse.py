@@ -18,7 +18,7 @@ from dtplan.te import engine as engines
 from dtplan.te.choose import choose
 from dtplan.te.engine import Engine
 from dtplan.te.fused import Choice
-from dtplan.te.install import install
+from dtplan.te.install import install, seal
 from dtplan.te.precision import quantise, recipe_of, recomputing, refuse_quantised_parameters
 from dtplan.te.rebind import rebound
 
@@ -42,6 +42,11 @@ class Fusing:
         install(model, self.choice.fused, tp, self.engine, self.dtype)
         if self.recipe is not None:
             quantise(model, self.recipe, self.engine, dist.group.WORLD)
+
+    def seal(self, model: nn.Module) -> None:
+        """After everything is wrapped around the fused layers."""
+        if self.engine is not None:
+            seal(model, self.choice.fused)
 
     @property
     def recomputing(self) -> Callable[[Any], Any] | None:
