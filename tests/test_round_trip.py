@@ -85,7 +85,7 @@ def through(source: Path, target: Path, family: str, mesh: dict[str, int], odd: 
     simulated_ranks(world, on_rank)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     family=st.sampled_from([*FAMILIES]),
     first=st.sampled_from(MESHES),
