@@ -108,7 +108,7 @@ def _groups(module: nn.Module, name: str, units: set[str]) -> Iterator[tuple[str
     A unit of the plan or an element of a list of modules; a module with none of them inside; and what lies around
     them, each module for itself.
     """
-    if name in units or not any(_begins_unit(inside, f"{name}.{path}", units) for path, inside in _inside(module)):
+    if not any(_begins_unit(inside, f"{name}.{path}", units) for path, inside in _inside(module)):
         yield name, module, True
         return
     for path, child in module.named_children():
