@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,7 +14,6 @@ from pathlib import Path, PurePath
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtplan._errors import WeightsError
@@ -48,9 +49,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a checkpoint: its file, its dtype as the format spells it, and its shape."""
+    """One tensor of a checkpoint: its file, where its bytes start, its dtype as the format spells it, its shape."""
 
     file: Path
+    start: int
     dtype: str
     shape: tuple[int, ...]
 
@@ -155,7 +157,13 @@ def read_header(file: Path) -> dict[str, Entry]:
         state = "truncated" if size < expected else "longer than its header says"
         raise WeightsError(f"{file}: {state} ({size} of {expected} bytes); download it again")
     return {
-        name: Entry(file=file, dtype=fields["dtype"], shape=tuple(fields["shape"])) for name, fields in header.items()
+        name: Entry(
+            file=file,
+            start=PREFIX_BYTES + length + fields["data_offsets"][0],
+            dtype=fields["dtype"],
+            shape=tuple(fields["shape"]),
+        )
+        for name, fields in header.items()
     }
 
 
@@ -186,17 +194,16 @@ def _parse_json(file: Path, text: bytes) -> Any:
 
 
 class BlockReader:
-    """Reads blocks of a checkpoint's tensors; a context manager, which keeps the files mapped meanwhile.
+    """Reads blocks of a checkpoint's tensors; a context manager, which keeps the files open meanwhile.
 
-    safetensors hands out views of the mapped file: a block costs no memory until it is copied, and then only
-    the bytes of the block are copied (of a block of columns, those columns). ``bytes_read`` counts these
-    bytes; the system reads whole pages of the file, and shares them between the ranks of a host.
+    ``bytes_read`` counts the bytes of the blocks. Of a block of columns the system reads whole pages of the
+    file; the ranks of a host share them.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.bytes_read = 0
         self._tensors = checkpoint.tensors
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, int] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -207,16 +214,65 @@ class BlockReader:
         self._stack.close()
 
     def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
-        """The ``block`` of tensor ``name`` in the file's dtype, on the CPU.
+        """The ``block`` of tensor ``name`` in the file's dtype, on the CPU; for reading only.
 
-        Raises WeightsError when it cannot be read.
+        A view of the mapped file: it costs no memory until it is used. Raises WeightsError when it cannot be read.
         """
-        file = self._tensors[name].file
-        try:
-            if file not in self._files:
-                self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            view: Tensor = self._files[file].get_slice(name)[block or ...]
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file}: tensor {name}: {error}; download the file again") from error
+        entry = self._tensors[name]
+        with _reading(name, entry):
+            view = self._whole(entry).view(DTYPES[entry.dtype]).view(entry.shape)[block or ...]
         self.bytes_read += view.nbytes
         return view
+
+    def read_into(self, name: str, block: tuple[slice, ...], out: Tensor) -> None:
+        """Fills ``out`` with the ``block`` of tensor ``name``, in the dtype and on the device of ``out``.
+
+        Whole rows go from the file to their place, and are never mapped. Raises WeightsError when they cannot be read.
+        """
+        entry = self._tensors[name]
+        rows_only = all(part.stop - part.start == size for part, size in zip(block[1:], entry.shape[1:], strict=True))
+        if not rows_only or out.dtype != DTYPES[entry.dtype] or not (out.is_cpu and out.is_contiguous()):
+            out.copy_(self.read(name, block))
+            return
+        first = block[0].start * math.prod(entry.shape[1:]) * out.itemsize if block else 0
+        with _reading(name, entry):
+            self._fill(out, self._descriptor(entry.file), entry.start + first)
+        self.bytes_read += out.nbytes
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._files:
+            self._files[file] = os.open(file, os.O_RDONLY)
+            self._stack.callback(os.close, self._files[file])
+        return self._files[file]
+
+    def _whole(self, entry: Entry) -> Tensor:
+        """All bytes of a tensor, mapped for as long as they are used; copied where the file does not align them."""
+        dtype, descriptor = DTYPES[entry.dtype], self._descriptor(entry.file)
+        nbytes = math.prod(entry.shape) * dtype.itemsize
+        ahead = entry.start % mmap.ALLOCATIONGRANULARITY
+        if not nbytes or ahead % dtype.itemsize:
+            copied = torch.empty(nbytes, dtype=torch.uint8)
+            self._fill(copied, descriptor, entry.start)
+            return copied
+        # Writable for torch's sake, and private: nothing that is written would reach the file.
+        mapped = mmap.mmap(descriptor, ahead + nbytes, access=mmap.ACCESS_COPY, offset=entry.start - ahead)
+        return torch.frombuffer(mapped, dtype=torch.uint8)[ahead:]
+
+    def _fill(self, out: Tensor, descriptor: int, at: int) -> None:
+        """The bytes of ``out``, which is contiguous, from the file's position ``at`` on."""
+        if not out.nbytes:
+            return
+        memory = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
+        while memory:
+            count = os.preadv(descriptor, [memory], at)
+            if not count:
+                raise EOFError(f"the file ends at byte {at}, {len(memory)} bytes too early")
+            memory, at = memory[count:], at + count
+
+
+@contextmanager
+def _reading(name: str, entry: Entry) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError) as error:  # ValueError: a mapping past the file's end
+        raise WeightsError(f"{entry.file}: tensor {name}: {error}; download the file again") from error

@@ -188,21 +188,20 @@ def _read(plan: _Plan) -> tuple[int, int]:
             assert not local.is_meta
             if not local.numel():
                 continue
-            stored = reader.read(keys[0], block)
-            kept += stored.nbytes
-            local.copy_(stored)
+            reader.read_into(keys[0], block, local)
+            kept += local.numel() * DTYPES[tensors[keys[0]].dtype].itemsize
             for other in keys[1:]:
-                _compare(keys[0], stored, other, reader.read(other, block), local.dtype)
+                _compare(keys[0], local, other, reader.read(other, block))
         return reader.bytes_read, kept
 
 
-def _compare(key: str, stored: Tensor, other: str, twin: Tensor, dtype: torch.dtype) -> None:
-    """Two stored copies of one tied tensor must be equal in ``dtype``, bit for bit."""
+def _compare(key: str, local: Tensor, other: str, twin: Tensor) -> None:
+    """Two stored copies of one tied tensor must be equal in the model's dtype, bit for bit; ``local`` has the first."""
     # In bands of rows, so that a comparison copies no more than a band.
-    first, second = (tensor if tensor.dim() else tensor.view(1) for tensor in (stored, twin))
-    rows = max(1, COMPARE_BYTES * len(first) // max(stored.nbytes, twin.nbytes))
+    first, second = (tensor if tensor.dim() else tensor.view(1) for tensor in (local, twin))
+    rows = max(1, COMPARE_BYTES * len(first) // max(local.nbytes, twin.nbytes))
     for ours, theirs in zip(first.split(rows), second.split(rows), strict=True):
-        if not torch.equal(_bits(ours.to(dtype)), _bits(theirs.to(dtype))):
+        if not torch.equal(_bits(ours), _bits(theirs.to(ours))):
             raise WeightsError(
                 f"{key} and {other} are one tied tensor in the model, but differ in the checkpoint; build "
                 "the model with config.tie_word_embeddings=False, or remove the wrong one from the checkpoint"
