@@ -103,16 +103,18 @@ def parallelize(
     bound, data = together(prepare)
     check_same_model(model, bound.json_text())
     check_same_weights(model, mesh)
+    stored: Mapping[str, Stored] = {}
     if "tp" in (mesh.mesh_dim_names or ()):
         tp = _shard(model, bound, mesh["tp"])
         units = bound.fsdp_units if data is not None or every else ()
         _add_scopes(model, bound, units, tp)
+        stored = tp.stored
     if every:
         checkpoint_units(model, bound, every)
     if data is not None:
         shard_with_fsdp(model, bound, data, options)
     _guard(model, bound)
-    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh, cpu_offload=cpu_offload))
+    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh, cpu_offload=cpu_offload, stored=stored))
     return model
 
 
@@ -126,6 +128,12 @@ def applied(model: nn.Module) -> Applied:
     if not isinstance(found, Applied):
         raise ApplyError(f"{type(model).__name__} is not parallelized: call dtplan.parallelize(model, mesh) first")
     return found
+
+
+def stored_parameters(model: nn.Module) -> Mapping[str, Stored]:
+    """Parameters of a sharded model whose fused dim is put together rank by rank; none for any other model."""
+    found = getattr(model, _ATTRIBUTE, None)
+    return found.stored if isinstance(found, Applied) else {}
 
 
 def _axis_sizes(mesh: DeviceMesh) -> dict[str, int]:

@@ -17,6 +17,7 @@ from dtplan.plan.read import holds, load_plan, rules_for
 from dtplan.plan.source import finding_at
 from dtplan.plan.spec import RESIDUAL, Move, P, Plan, R, Rule, S
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, BoundUnit
+from dtplan.planner.localize import number_at
 from dtplan.planner.match import Alike, alike_modules, rename_text, renamed
 from dtplan.planner.moves import Layouts, NoMove, input_move, layouts_for, output_move
 from dtplan.planner.placing import (
@@ -232,6 +233,7 @@ class _Binder:
                 tensor,
                 cut,
                 units=self.units,
+                config=self.config,
                 tp=self.tp,
                 grad_sum=self._grad_is_summed(group, cut.rule or rule),
                 buffer=name in group.module._buffers,
@@ -323,7 +325,7 @@ class _Binder:
 
     def _localized(self, group: Alike, rule: Rule | None) -> tuple[str, ...]:
         for name in rule.localize if rule else ():
-            value = getattr(group.module, name, None)
+            value = number_at(group.module, name)
             if isinstance(value, bool) or not isinstance(value, int) or value % self.tp:
                 raise PlacingError(
                     "DTP412",
@@ -336,7 +338,7 @@ class _Binder:
         for r in [rule, *tensor_rules]:
             if r is None:
                 continue
-            wants += ["sections of a fused dim"] * bool(r.sections)
+            wants += ["a section that stays whole"] * any(section.whole for section in r.sections)
             wants += ["style sharded_norm"] * (r.style == "sharded_norm")
             wants += [f"unit {r.unit} on several ranks at once (replicate_kv)"] * goes_on_later(self._unit(r), self.tp)
             wants += ["sum_grad_of_last"] * any(move.sum_grad_of_last for _, move in r.outputs)

@@ -43,6 +43,8 @@ class BoundTensor:
     dtype: str
     placement: Layout
     local_shape: tuple[int, ...]
+    sections: tuple[int, ...] = ()
+    """Rows of the parts of the dim that is cut, where each part is cut by itself."""
     unit: str | None = None
     grad: Literal["complete", "sum"] = "complete"
     once: bool = False

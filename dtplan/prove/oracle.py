@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from dtplan.planner.apply import stored_parameters
 from dtplan.planner.loss import causal_lm_loss
 
 BOUND = 1e-12
@@ -62,8 +63,17 @@ def outcome(model: nn.Module, batch: Mapping[str, Tensor]) -> Outcome:
         logits = model(**inputs, use_cache=False).logits
         loss = causal_lm_loss(logits, batch["labels"])
         loss.backward()
-    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    grads = wholes(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     return Outcome(logits=whole(logits).detach(), loss=whole(loss).detach(), grads=grads)
+
+
+def wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors of the shapes of ``model``'s parameters, by the names and in the order of its checkpoints."""
+    stored = stored_parameters(model)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        found |= stored[name].split(whole(tensor)) if name in stored else {name: whole(tensor)}
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from dtplan.plan.spec import Plan
 from dtplan.planner.apply import parallelize
 from dtplan.planner.clip import clip_grad_norm_
 from dtplan.planner.loss import causal_lm_loss
-from dtplan.prove.oracle import BOUND, Outcome, errors, float64_casts, outcome, relative_error, whole
+from dtplan.prove.oracle import BOUND, Outcome, errors, float64_casts, outcome, relative_error, wholes
 from dtplan.prove.result import Leg
 
 STEPS = 3
@@ -52,7 +52,7 @@ def errors_on_rank(rank: int, job: Job) -> dict[str, float]:
     if largest.item() > BOUND:
         return found
     train(sharded, batch, clip=clip_grad_norm_)
-    parameters = {name: whole(p.detach()) for name, p in sharded.named_parameters()}
+    parameters = wholes(sharded, {name: p.detach() for name, p in sharded.named_parameters()})
     return found | {STEPPED + name: relative_error(p, job.stepped[name]) for name, p in parameters.items()}
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face safetensors folder, for reading: what it holds, and single blocks of its tensors."""
+"""A Hugging Face folder, or tensors at hand, for reading: what they hold, and single blocks of the tensors."""
 
 from __future__ import annotations
 
@@ -7,18 +7,33 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtplan._errors import WeightsError
+from dtplan.weights.blocks import Block
+from dtplan.weights.pickles import PICKLE_FILE, PICKLE_INDEX, map_pickle
 
-__all__ = ["DTYPES", "INDEX_FILE", "SINGLE_FILE", "BlockReader", "Checkpoint", "Entry", "open_checkpoint"]
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "INDEX_FILE",
+    "SINGLE_FILE",
+    "BlockReader",
+    "Checkpoint",
+    "Entry",
+    "open_checkpoint",
+    "tensors_at_hand",
+]
+
+T = TypeVar("T")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -45,40 +60,66 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 """The dtypes that dtplan reads and writes, by the format's names for them."""
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a checkpoint: its file, where its bytes start, its dtype as the format spells it, its shape."""
+    """One tensor of a checkpoint: its file and where in it, its dtype as the format spells it, and its shape."""
 
     file: Path
-    start: int
+    start: int = 0
+    """Of its bytes, from the file's beginning; only for safetensors files."""
     dtype: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The tensors of a folder by name; nothing but headers has been read."""
+    """The tensors of a folder, or of a state dict, by name; of files, nothing but headers has been read."""
 
-    folder: Path
+    place: str
+    """What errors name: the folder."""
     tensors: Mapping[str, Entry]
+    values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """The tensors themselves, where they are at hand: of a state dict, or mapped from a pickle."""
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Reads which tensors the safetensors files in ``folder`` hold: one file, or shards with an index.
+    """Reads which tensors the files in ``folder`` hold: one file, or shards with an index.
 
-    Raises WeightsError, which names the file and what to do, when the folder is missing or holds no
-    safetensors, or when a file or the index is broken, incomplete, or points out of the folder.
+    safetensors files, or else the pickles of old checkpoints, of which only tensors are unpickled.
+
+    Raises WeightsError, which names the file and what to do, when the folder is missing or holds neither, or
+    when a file or the index is broken, incomplete, or points out of the folder.
     """
     root = Path(folder)
     if not root.is_dir():
         raise WeightsError(f"{root}: {_why_no_folder(root)}")
     if (root / SINGLE_FILE).is_file():
-        return Checkpoint(folder=root, tensors=read_header(root / SINGLE_FILE))
+        return Checkpoint(place=str(root), tensors=read_header(root / SINGLE_FILE))
     if (root / INDEX_FILE).is_file():
-        return Checkpoint(folder=root, tensors=_read_shards(root))
+        return Checkpoint(place=str(root), tensors=_read_shards(root / INDEX_FILE, read_header))
+    if (root / PICKLE_FILE).is_file():
+        return tensors_at_hand(map_pickle(root / PICKLE_FILE), root)
+    if (root / PICKLE_INDEX).is_file():
+        return tensors_at_hand(_read_shards(root / PICKLE_INDEX, map_pickle), root)
     raise WeightsError(f"{root}: {_why_no_weights(root)}")
+
+
+def tensors_at_hand(values: Mapping[str, Tensor], place: Path | str = "the state dict") -> Checkpoint:
+    """A state dict as a checkpoint: whole tensors by name; nothing is copied.
+
+    Raises WeightsError when a tensor is on meta, or is sharded.
+    """
+    values = {name: value.detach() for name, value in values.items()}
+    if unfit := sorted(name for name, value in values.items() if value.is_meta or isinstance(value, DTensor)):
+        raise WeightsError(f"{place}: holds tensors on meta or sharded ones, first {unfit[0]}; give whole tensors")
+    entries = {
+        name: Entry(file=Path(place), dtype=DTYPE_NAMES.get(value.dtype, str(value.dtype)), shape=tuple(value.shape))
+        for name, value in values.items()
+    }
+    return Checkpoint(place=str(place), tensors=entries, values=values)
 
 
 def _why_no_folder(root: Path) -> str:
@@ -98,8 +139,8 @@ def _why_no_weights(root: Path) -> str:
         )
     if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         return (
-            f"has {_some(pickles)} but no safetensors, and dtplan does not unpickle weights; load the model "
-            "with transformers once and write it with `model.save_pretrained(FOLDER)`"
+            f"has {_some(pickles)} but neither {SINGLE_FILE} nor {PICKLE_FILE}, nor an index of shards; load the "
+            "model with transformers once and write it with `model.save_pretrained(FOLDER)`"
         )
     holds = _some(names) if names else "nothing"
     return f"has no {SINGLE_FILE} and no {INDEX_FILE}, it holds {holds}; give the folder with the weights"
@@ -109,20 +150,21 @@ def _some(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _read_shards(root: Path) -> dict[str, Entry]:
-    index = root / INDEX_FILE
+def _read_shards(index: Path, read: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
+    """What ``read`` finds in the files of an ``index``, for each tensor that it lists."""
+    root = index.parent
     with _readable(index):
         data = _parse_json(index, index.read_bytes())
     weight_map = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise WeightsError(f"{index}: needs a `weight_map` from tensors to files; download the index again")
-    headers: dict[str, dict[str, Entry]] = {}
+    headers: dict[str, Mapping[str, T]] = {}
     for name in sorted(set(weight_map.values())):
         if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise WeightsError(f"{index}: file {name!r} is not inside the folder; do not use this index")
         if not (root / name).is_file():
             raise WeightsError(f"{index}: names {name}, which is not in the folder; download that file")
-        headers[name] = read_header(root / name)
+        headers[name] = read(root / name)
     if absent := [f"{tensor} ({file})" for tensor, file in weight_map.items() if tensor not in headers[file]]:
         raise WeightsError(
             f"{index}: lists tensors that the files do not hold: {_some(absent)}; "
@@ -156,10 +198,11 @@ def read_header(file: Path) -> dict[str, Entry]:
     if size != expected:
         state = "truncated" if size < expected else "longer than its header says"
         raise WeightsError(f"{file}: {state} ({size} of {expected} bytes); download it again")
+    start = PREFIX_BYTES + length
     return {
         name: Entry(
             file=file,
-            start=PREFIX_BYTES + length + fields["data_offsets"][0],
+            start=start + fields["data_offsets"][0],
             dtype=fields["dtype"],
             shape=tuple(fields["shape"]),
         )
@@ -197,12 +240,12 @@ class BlockReader:
     """Reads blocks of a checkpoint's tensors; a context manager, which keeps the files open meanwhile.
 
     ``bytes_read`` counts the bytes of the blocks. Of a block of columns the system reads whole pages of the
-    file; the ranks of a host share them.
+    file, once for all ranks of a host.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.bytes_read = 0
-        self._tensors = checkpoint.tensors
+        self._tensors, self._values = checkpoint.tensors, checkpoint.values
         self._files: dict[Path, int] = {}
         self._stack = ExitStack()
 
@@ -214,30 +257,40 @@ class BlockReader:
         self._stack.close()
 
     def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
-        """The ``block`` of tensor ``name`` in the file's dtype, on the CPU; for reading only.
+        """The ``block`` of tensor ``name`` in its own dtype, to look at; of a file's, on the CPU.
 
-        A view of the mapped file: it costs no memory until it is used. Raises WeightsError when it cannot be read.
+        Of a file, a view of its mapping: it costs no memory until it is used. Raises WeightsError when it cannot be
+        read.
         """
         entry = self._tensors[name]
-        with _reading(name, entry):
-            view = self._whole(entry).view(DTYPES[entry.dtype]).view(entry.shape)[block or ...]
+        if name in self._values:
+            view = self._values[name][block or ...]
+        else:
+            with _reading(name, entry):
+                view = self._whole(entry).view(DTYPES[entry.dtype]).view(entry.shape)[block or ...]
         self.bytes_read += view.nbytes
         return view
 
-    def read_into(self, name: str, block: tuple[slice, ...], out: Tensor) -> None:
-        """Fills ``out`` with the ``block`` of tensor ``name``, in the dtype and on the device of ``out``.
+    def each(self, name: str, blocks: Sequence[Block], use: Callable[[Tensor, Tensor], None]) -> None:
+        """Calls ``use`` with what tensor ``name`` holds for each of the ``blocks``, and the block's storage."""
+        for block in blocks:
+            use(self.read(name, block.slices), block.local)
 
-        Whole rows go from the file to their place, and are never mapped. Raises WeightsError when they cannot be read.
+    def fill(self, name: str, blocks: Sequence[Block]) -> None:
+        """Fills the storage of the ``blocks`` from tensor ``name``, converted to its dtype.
+
+        Whole rows go from a file to their place and are never mapped. Raises WeightsError when they cannot be read.
         """
         entry = self._tensors[name]
-        rows_only = all(part.stop - part.start == size for part, size in zip(block[1:], entry.shape[1:], strict=True))
-        if not rows_only or out.dtype != DTYPES[entry.dtype] or not (out.is_cpu and out.is_contiguous()):
-            out.copy_(self.read(name, block))
-            return
-        first = block[0].start * math.prod(entry.shape[1:]) * out.itemsize if block else 0
-        with _reading(name, entry):
-            self._fill(out, self._descriptor(entry.file), entry.start + first)
-        self.bytes_read += out.nbytes
+        for block in blocks:
+            out = block.local
+            if name in self._values or not _rows_as_they_are(entry, block.slices, out):
+                out.copy_(self.read(name, block.slices))
+                continue
+            before = block.slices[0].start * math.prod(entry.shape[1:]) * out.itemsize if block.slices else 0
+            with _reading(name, entry):
+                _read_bytes(self._descriptor(entry.file), entry.start + before, out)
+            self.bytes_read += out.nbytes
 
     def _descriptor(self, file: Path) -> int:
         if file not in self._files:
@@ -252,22 +305,29 @@ class BlockReader:
         ahead = entry.start % mmap.ALLOCATIONGRANULARITY
         if not nbytes or ahead % dtype.itemsize:
             copied = torch.empty(nbytes, dtype=torch.uint8)
-            self._fill(copied, descriptor, entry.start)
+            _read_bytes(descriptor, entry.start, copied)
             return copied
         # Writable for torch's sake, and private: nothing that is written would reach the file.
         mapped = mmap.mmap(descriptor, ahead + nbytes, access=mmap.ACCESS_COPY, offset=entry.start - ahead)
         return torch.frombuffer(mapped, dtype=torch.uint8)[ahead:]
 
-    def _fill(self, out: Tensor, descriptor: int, at: int) -> None:
-        """The bytes of ``out``, which is contiguous, from the file's position ``at`` on."""
-        if not out.nbytes:
-            return
-        memory = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
-        while memory:
-            count = os.preadv(descriptor, [memory], at)
-            if not count:
-                raise EOFError(f"the file ends at byte {at}, {len(memory)} bytes too early")
-            memory, at = memory[count:], at + count
+
+def _rows_as_they_are(entry: Entry, block: Sequence[slice], out: Tensor) -> bool:
+    """Whether the bytes of ``out`` are those of ``block`` in the file, in one piece."""
+    whole_rows = all(part.stop - part.start == size for part, size in zip(block[1:], entry.shape[1:], strict=True))
+    return whole_rows and out.dtype == DTYPES[entry.dtype] and out.is_cpu and out.is_contiguous()
+
+
+def _read_bytes(descriptor: int, at: int, out: Tensor) -> None:
+    """The bytes of ``out``, which is contiguous, from position ``at`` of a file on."""
+    if not out.nbytes:
+        return
+    memory = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
+    while memory:
+        count = os.preadv(descriptor, [memory], at)
+        if not count:
+            raise EOFError(f"the file ends at byte {at}, {len(memory)} bytes too early")
+        memory, at = memory[count:], at + count
 
 
 @contextmanager

@@ -6,25 +6,25 @@ import copy
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtplan._errors import WeightsError
+from dtplan.planner.stored import Stored
 from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
-from dtplan.weights.checkpoint import INDEX_FILE
+from dtplan.weights.blocks import Block
+from dtplan.weights.checkpoint import DTYPE_NAMES, INDEX_FILE
 from dtplan.weights.gather import Box, Held, Whole, whole_tensors
 from dtplan.weights.shards import Files, pack, write_files
-from dtplan.weights.slices import local_part
 from dtplan.weights.staging import Staging, writing
-from dtplan.weights.state import current_device, state_tensors
-from dtplan.weights.writer import DTYPE_NAMES, FileTensor, write_json
+from dtplan.weights.state import NOTHING_FUSED, StateTensor, comm_device, state_tensors
+from dtplan.weights.writer import FileTensor, write_json
 
 __all__ = ["SaveReport", "save_checkpoint"]
 
@@ -45,6 +45,7 @@ def save_checkpoint(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
+    stored: Mapping[str, Stored] = NOTHING_FUSED,
     max_shard_bytes: int = 5_000_000_000,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
@@ -52,7 +53,8 @@ def save_checkpoint(
 ) -> SaveReport:
     """Writes ``model`` to ``folder`` as transformers would: config, safetensors under the model's own names.
 
-    Collective over the default group. Tied tensors are written once, padding never. Files of at most
+    Collective over the default group. Tied tensors are written once, padding never, fused parameters (``stored``)
+    as the tensors that they were put together from. Files of at most
     ``max_shard_bytes`` bytes of tensors (or one larger tensor) are planned from global shapes and spread over
     the ranks that see the folder; tensors travel in pieces, so a rank holds a few pieces and never a file.
     Values are written as they are; floating-point ones in ``dtype``, when it is given. The folder appears at
@@ -64,7 +66,7 @@ def save_checkpoint(
     """
     meet("save_checkpoint", meet_seconds)
     first = rank_and_world()[0] == 0
-    held = agreed(lambda: _held_tensors(model, dtype))
+    held = agreed(lambda: _held_tensors(model, stored, dtype))
     surveys = gather_objects(_survey(held, f"{os.fspath(folder)!r} {max_shard_bytes}"))
     wholes = agreed(lambda: _join(held, surveys))
     files = pack([one.tensor for one in held], max_shard_bytes)
@@ -72,7 +74,7 @@ def save_checkpoint(
     agreed(staging.open if first else _wait)
     try:
         writers = [rank for rank, sees in enumerate(gather_objects(staging.path.is_dir())) if sees]
-        write_files(staging.path, files, held, wholes, writers=writers, device=_comm_device(held))
+        write_files(staging.path, files, held, wholes, writers=writers, device=comm_device(model))
         agreed((lambda: _finish(staging, model, held, files, tokenizer)) if first else _wait)
     except BaseException:
         if first:
@@ -86,32 +88,38 @@ def _wait() -> None:
     """The part of every other rank in what rank 0 does alone."""
 
 
-def _held_tensors(model: nn.Module, dtype: torch.dtype | None) -> list[Held]:
+def _held_tensors(model: nn.Module, stored: Mapping[str, Stored], dtype: torch.dtype | None) -> list[Held]:
     """This rank's blocks of the tensors to save, in the model's order, each under one of its names."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     dropped = getattr(model, "_keys_to_ignore_on_save", None) or ()
     held = []
-    for state in state_tensors(model):
+    for state in state_tensors(model, stored):
         names = [name for name in state.names if name not in dropped]
         if names:
             # transformers ties targets to a source, and saves the source.
-            held.append(_hold(min(names, key=lambda name: name in tied), state.tensor, dtype))
+            held.append(_hold(min(names, key=lambda name: name in tied), state, dtype))
     return held
 
 
-def _hold(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Held:
+def _hold(name: str, state: StateTensor, dtype: torch.dtype | None) -> Held:
+    tensor = state.tensor
     if tensor.is_meta:
         raise WeightsError(f"{name} is on the meta device and has no values: load or initialise the model first")
     stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if stored not in DTYPE_NAMES:
         allowed = ", ".join(str(one) for one in DTYPE_NAMES)
         raise WeightsError(f"{name}: safetensors has no {stored}; pass a dtype out of {allowed}")
-    local, block = local_part(name, tensor)
     return Held(
-        tensor=FileTensor(name=name, dtype=stored, shape=tuple(tensor.shape)),
-        local=local if local.dim() else local.view(1),
-        box=tuple((part.start, part.stop) for part in block) or ((0, 1),),
+        tensor=FileTensor(name=name, dtype=stored, shape=state.shape),
+        blocks=dict(_rows(block) for block in state.blocks()),
     )
+
+
+def _rows(block: Block) -> tuple[Box, Tensor]:
+    """The block as what it covers and its storage; a scalar counts as one row."""
+    if not block.slices:
+        return ((0, 1),), block.local.view(1)
+    return tuple((part.start, part.stop) for part in block.slices), block.local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +128,7 @@ class _Survey:
 
     digest: str
     """Of what must be the same on all ranks: the call, and the tensors' names, dtypes and global shapes."""
-    boxes: list[Box]
+    boxes: list[list[Box]]
     token: str
     """Rank 0's goes into the name of the temporary folder."""
 
@@ -129,7 +137,7 @@ def _survey(held: Sequence[Held], call: str) -> _Survey:
     text = "\n".join([call, *(repr(one.tensor) for one in held)])
     return _Survey(
         digest=hashlib.sha256(text.encode()).hexdigest(),
-        boxes=[one.box for one in held],
+        boxes=[list(one.blocks) for one in held],
         token=secrets.token_hex(4),
     )
 
@@ -142,15 +150,6 @@ def _join(held: Sequence[Held], surveys: Sequence[_Survey]) -> list[Whole]:
             "0's, or the model has other tensors; make the same call with the same model on every rank"
         )
     return whole_tensors([one.tensor for one in held], [survey.boxes for survey in surveys])
-
-
-def _comm_device(held: Sequence[Held]) -> torch.device:
-    """Where the default group moves bytes: where the tensors are, or on the device of its first backend."""
-    home = held[0].local.device if held else torch.device("cpu")
-    if rank_and_world()[1] == 1:
-        return home
-    served = [backend.split(":")[0] for backend in dist.get_backend_config().split(",")]
-    return home if home.type in served else current_device(served[0])
 
 
 def _finish(staging: Staging, model: nn.Module, held: Sequence[Held], files: Files, tokenizer: Any) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dtplan.weights.checkpoint import DTYPES, PREFIX_BYTES
+from dtplan.weights.checkpoint import DTYPE_NAMES, PREFIX_BYTES
 
-__all__ = ["DTYPE_NAMES", "FileTensor", "ShardWriter", "file_order", "write_json"]
+__all__ = ["FileTensor", "ShardWriter", "file_order", "write_json"]
 
-DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT_BYTES = 8
 
 
