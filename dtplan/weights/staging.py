@@ -75,8 +75,8 @@ class Staging:
                     "whole; give a folder inside it"
                 )
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.take()
             try:
+                self._lock.take()
                 self._put_right()
                 self.path.mkdir()
             except BaseException:
@@ -166,9 +166,9 @@ class _Lock:
             if _same_file(held, self._file):
                 break
             os.close(held)
+        self._held = held
         os.ftruncate(held, 0)
         os.pwrite(held, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        self._held = held
 
     def drop(self) -> None:
         """Gives the lock back, and removes its file, if it is held."""
