@@ -11,8 +11,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ import dtplan
 from dtplan import WeightsError
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
-from dtplan.weights import gather, load, materialise, writer
+from dtplan.weights import gather, load, materialise
 from dtplan.weights.checkpoint import BlockReader, open_checkpoint
 from dtplan.weights.load import load_checkpoint
 from dtplan.weights.save import save_checkpoint
@@ -117,7 +118,7 @@ def test_a_rank_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
     victim: int, pool: GlooPool, tmp_path: Path
 ) -> None:
     """20 moments in all, at random within as many parts of the save; each rank is the victim of every other one."""
-    draw = random.Random(victim)
+    draw = random.Random(victim)  # noqa: S311
     folder = tmp_path / "checkpoint"
     new = dict(model_with(2).named_parameters())
     old = saved(folder, 1)
@@ -176,7 +177,7 @@ def full_from_file(number: int, disk: Path) -> Iterator[None]:
         start(self, file)
         if opened > number:
             self._stream.close()
-            self._stream = Path("/dev/full").open("wb", buffering=0)
+            self._stream = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
 
     with mock.patch.object(ShardWriter, "__init__", opening):
         yield
@@ -334,7 +335,7 @@ def test_jobs_that_race_for_a_folder_leave_a_checkpoint_of_one_of_them(pool: Glo
 def test_a_file_that_shrinks_while_it_is_read_is_refused_on_all_ranks(tmp_path: Path) -> None:
     """Headers and sizes were right when the load began."""
     saved(tmp_path / "checkpoint")
-    last = sorted((tmp_path / "checkpoint").glob("*.safetensors"))[-1]
+    last = max((tmp_path / "checkpoint").glob("*.safetensors"))
     fill = materialise.materialise
     cut = threading.Lock()
 
@@ -478,12 +479,14 @@ def fail_alone(rank: int, folder: Path, how: str) -> float:
         def die(*_: Any) -> None:
             os._exit(3)
 
-        mock.patch.object(*((BlockReader, "fill") if how == "load" else (writer.ShardWriter, "write")), die).start()
+        patched = (BlockReader, "fill") if how == "load" else (ShardWriter, "write")
+        mock.patch.object(*patched, new=die).start()
+    if how == "load":
+        step: Callable[[], object] = partial(dtplan.load, model, folder)
+    else:
+        step = partial(save_checkpoint, model, folder, max_shard_bytes=SHARD_BYTES, meet_seconds=1)
     with pytest.raises((WeightsError, RuntimeError)):
-        if how == "load":
-            dtplan.load(model, folder)
-        else:
-            save_checkpoint(model, folder, max_shard_bytes=SHARD_BYTES, meet_seconds=1)
+        step()
     return time.perf_counter() - start
 
 
