@@ -15,7 +15,7 @@ from typing import Any, Literal
 from dtplan.plan.spec import Layout
 
 Op = Literal["keep", "copy", "reduce", "gather", "scatter", "gather_whole", "slice", "place"]
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class BoundMove:
     global_shape: bool = False
     length: int | None = None
     """The global size of the dim that is cut, where it is known and parts may differ in size."""
+    inside: bool = False
+    """Done by a fused layer itself, on its own communicator; nothing is put around the module."""
     units: int | None = None
     """Of a slice: the units of a group, where the dim holds groups of them and each group is cut."""
 
@@ -76,6 +78,23 @@ class BoundModule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoundTe:
+    """A TransformerEngine layer that the plan declares, below each of ``names``."""
+
+    layer: str
+    under: str
+    names: tuple[str, ...]
+    parts: Mapping[str, str]
+    """Role -> module path below the name."""
+    activation: str | None
+    approximate_gelu: bool
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.under}: {self.layer} <- {', '.join(self.parts.values())}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundUnit:
     """A unit's count in this model's config and the degrees up to 64 that it allows."""
 
@@ -106,8 +125,8 @@ class BoundPlan:
     aliases: Mapping[str, tuple[str, ...]]
     fsdp_units: tuple[str, ...]
     fsdp: Mapping[str, Any]
-    te: tuple[str, ...] = ()
-    """Fused layers that the plan declares, as text; none is applied yet."""
+    te: tuple[BoundTe, ...] = ()
+    """Fused layers that the plan declares; `dtplan.te` chooses among them."""
 
     @property
     def tp(self) -> int:

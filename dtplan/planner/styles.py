@@ -8,7 +8,7 @@ ranks is only what the bound moves say. Nothing is dispatched through DTensor in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +126,8 @@ class Sharded(ParallelStyle):
         if made is None:
             old = module._parameters[bound.name]
             assert old is not None
+            if isinstance(old, DTensor):  # a fused layer's, put together from those of the modules that it replaces
+                return
             made = nn.Parameter(self._cut(old.data, bound, full_name), requires_grad=old.requires_grad)
         module._parameters[bound.name] = self.tp.made[full_name] = made
 
@@ -158,12 +160,17 @@ def wrap(module: nn.Module, bound: BoundModule, name: str, tp: Tp) -> None:
         forward = reading_block_input(forward, block, name)
     if bound.shared is not None:
         forward = with_block_input(forward, bound, tp.blocks.setdefault(name, BlockInput()), tp)
-    elif bound.inputs:
+    elif around(bound.inputs):
         forward = with_inputs(forward, bound, tp)
-    if any(move.op != "keep" or move.global_shape for move in bound.outputs):
+    if any(move.op != "keep" or move.global_shape for move in around(bound.outputs)):
         forward = with_outputs(forward, bound, tp)
     if forward is not before:
         module.forward = functools.wraps(before)(forward)
+
+
+def around(moves: Iterable[BoundMove]) -> list[BoundMove]:
+    """The moves that are put around a module; a fused layer does the others itself."""
+    return [move for move in moves if not move.inside]
 
 
 def with_local_parameters(module: nn.Module, inner: Forward, bound: BoundModule, tp: Tp, views: Views) -> Forward:
@@ -221,7 +228,7 @@ def with_inputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
     """Change the layouts of inputs before ``inner``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        for move in bound.inputs:
+        for move in around(bound.inputs):
             change = functools.partial(moved, move=move, tp=tp, where=bound.pattern)
             args, kwargs = replaced(args, kwargs, move, change)
         return inner(*args, **kwargs)
@@ -231,7 +238,7 @@ def with_inputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
 
 def with_outputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
     """Change the layouts of outputs after ``inner``."""
-    moves = [move for move in bound.outputs if move.op != "keep" or move.global_shape]
+    moves = [move for move in around(bound.outputs) if move.op != "keep" or move.global_shape]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = inner(*args, **kwargs)

@@ -73,6 +73,11 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor; 0 for a dtype that dtplan does not know."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:

@@ -18,7 +18,7 @@ from dtplan.planner.stored import Stored
 from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
 from dtplan.weights.checkpoint import DTYPES, BlockReader, Checkpoint, Entry, open_checkpoint, tensors_at_hand
 from dtplan.weights.materialise import materialise
-from dtplan.weights.names import ignored_names, may_be_absent, sources
+from dtplan.weights.names import file_spelling, ignored_names, may_be_absent, sources
 from dtplan.weights.rank0 import Broadcast, shared_by_rank0
 from dtplan.weights.state import NOTHING_FUSED, StateTensor, comm_device, state_tensors
 
@@ -139,7 +139,8 @@ def _match(
     keys = checkpoint.tensors.keys()
     taken = {name for state in states for name in state.names}
     base = getattr(model, "base_model_prefix", "")
-    pairs = [(state, sources(state.names, keys, taken, aliases, base)) for state in states]
+    in_files = file_spelling(model)
+    pairs = [(state, sources(state.names, keys, taken, aliases, base, in_files)) for state in states]
     rest = keys - {key for _, held in pairs for key in held}
     plan = _Plan(
         checkpoint=checkpoint,
@@ -204,7 +205,7 @@ def _hint(plan: _Plan) -> str:
         return "no name fits: is the checkpoint of this architecture?"
     if plan.missing and plan.unexpected:
         near = did_you_mean(plan.missing[0], plan.unexpected)
-        return "tell the plan of renamed modules, `aliases: {path: [other path]}`" + (
+        return "tell the plan of renamed modules, `names: {path: [other path]}`" + (
             near and f"; {plan.missing[0]}: {near}"
         )
     if plan.missing:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from dtplan._errors import WeightsError
 from dtplan.planner.stored import Stored
@@ -21,7 +20,8 @@ from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
 from dtplan.weights.blocks import Block
 from dtplan.weights.checkpoint import DTYPE_NAMES, INDEX_FILE
 from dtplan.weights.gather import Box, Held, Whole, whole_tensors
-from dtplan.weights.shards import Files, pack, write_files
+from dtplan.weights.names import class_name, file_spelling
+from dtplan.weights.shards import Files, index_of, pack, write_files
 from dtplan.weights.staging import Staging, writing
 from dtplan.weights.state import NOTHING_FUSED, StateTensor, comm_device, state_tensors
 from dtplan.weights.writer import FileTensor, write_json
@@ -51,7 +51,7 @@ def save_checkpoint(
     tokenizer: Any = None,
     meet_seconds: float = 30.0,
 ) -> SaveReport:
-    """Writes ``model`` to ``folder`` as transformers would: config, safetensors under the model's own names.
+    """Writes ``model`` to ``folder`` as transformers would: config, safetensors under its names.
 
     Collective over the default group. Tied tensors are written once, padding never, fused parameters (``stored``)
     as the tensors that they were put together from. Files of at most
@@ -89,15 +89,16 @@ def _wait() -> None:
 
 
 def _held_tensors(model: nn.Module, stored: Mapping[str, Stored], dtype: torch.dtype | None) -> list[Held]:
-    """This rank's blocks of the tensors to save, in the model's order, each under one of its names."""
+    """This rank's blocks of the tensors to save, in the model's order, each under one name, as transformers does."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     dropped = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    in_files = file_spelling(model)
     held = []
     for state in state_tensors(model, stored):
         names = [name for name in state.names if name not in dropped]
         if names:
             # transformers ties targets to a source, and saves the source.
-            held.append(_hold(min(names, key=lambda name: name in tied), state, dtype))
+            held.append(_hold(in_files(min(names, key=lambda name: name in tied)), state, dtype))
     return held
 
 
@@ -158,7 +159,7 @@ def _finish(staging: Staging, model: nn.Module, held: Sequence[Held], files: Fil
     generation_config = getattr(model, "generation_config", None)
     with writing(staging.path):
         if len(files) > 1:
-            write_json(staging.path / INDEX_FILE, _index(held, files))
+            write_json(staging.path / INDEX_FILE, index_of(held, files))
         if config is not None:
             _saved_config(config, model, held).save_pretrained(staging.path)
         for part in (generation_config, tokenizer):
@@ -167,16 +168,10 @@ def _finish(staging: Staging, model: nn.Module, held: Sequence[Held], files: Fil
     staging.commit()
 
 
-def _index(held: Sequence[Held], files: Files) -> dict[str, Any]:
-    weight_map = {held[index].tensor.name: name for name, indices in files.items() for index in indices}
-    return {"metadata": {"total_size": sum(one.tensor.nbytes for one in held)}, "weight_map": weight_map}
-
-
 def _saved_config(config: Any, model: nn.Module, held: Sequence[Held]) -> Any:
     """A copy of the config that names the model's class and the files' dtype, as transformers saves it."""
     saved = copy.deepcopy(config)
-    # FSDP2 puts a class of its own in front of the model's.
-    saved.architectures = [next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))]
+    saved.architectures = [class_name(model)]
     dtypes = (one.tensor.dtype for one in held if one.tensor.dtype.is_floating_point)
     saved.dtype = str(next(dtypes, torch.get_default_dtype())).removeprefix("torch.")
     return saved
