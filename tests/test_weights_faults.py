@@ -167,7 +167,7 @@ def room_for(pages: int, disk: Path) -> Iterator[None]:
 
 
 @contextmanager
-def full_from_file(number: int, disk: Path) -> Iterator[None]:
+def full_from_file(number: int) -> Iterator[None]:
     """The files of a save from ``number`` on are the device that is always full."""
     start, opened = ShardWriter.__init__, 0
 
@@ -200,13 +200,10 @@ def outcome_on_a_full_disk(folder: Path) -> str:
 def test_a_disk_that_is_full_at_any_point_of_a_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as mounted:
         folder = tmp_path / "disk" / "checkpoint"
-        limits = room_for, range(0, 48, 2)
-        if not mounted:
-            limits = full_from_file, range(8)
         outcomes = []
-        for room in limits[1]:
+        for room in range(0, 48, 2) if mounted else range(8):
             saved(folder, 1)
-            with limits[0](room, folder.parent):
+            with room_for(room, folder.parent) if mounted else full_from_file(room):
                 outcomes.append(outcome_on_a_full_disk(folder))
     assert outcomes == sorted(outcomes), "with less room it went, and with more it did not"
     assert {"full", "saved"} == set(outcomes)
@@ -216,7 +213,7 @@ def test_a_disk_that_is_full_at_any_point_of_a_save_leaves_the_old_checkpoint(tm
 def test_a_full_disk_of_one_rank_fails_all(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     old = saved(folder, 1)
-    with full_from_file(1, tmp_path):  # two ranks write a file each at a time: the second one's is full
+    with full_from_file(1):  # two ranks write a file each at a time: the second one's is full
         text = together(lambda _: save_checkpoint(model_with(2), folder, max_shard_bytes=SHARD_BYTES))
     assert "No space left on device" in text
     assert " of 2]" in text

@@ -30,6 +30,7 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "open_checkpoint",
+    "raw_bytes",
     "tensors_at_hand",
 ]
 
@@ -325,14 +326,19 @@ def _rows_as_they_are(entry: Entry, block: Sequence[slice], out: Tensor) -> bool
 
 def _read_bytes(descriptor: int, at: int, out: Tensor) -> None:
     """The bytes of ``out``, which is contiguous, from position ``at`` of a file on."""
-    if not out.nbytes:
-        return
-    memory = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
+    memory = raw_bytes(out)
     while memory:
         count = os.preadv(descriptor, [memory], at)
         if not count:
             raise EOFError(f"the file ends at byte {at}, {len(memory)} bytes too early")
         memory, at = memory[count:], at + count
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The storage of a contiguous CPU tensor, as long as that lives."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 @contextmanager
