@@ -8,9 +8,11 @@ stops when the last rank is done. Modes take turns, round by round, and ratios a
 all files once before each mode, `cold` drops the page cache (as root); both hold for every mode.
 
 Loading: from a folder to a model whose parameters are all in place. `dtplan.load` is that call alone; `dtplan` also
-builds the model on meta and shards it, as the peers' figures do. `touch` is a first pass over the parameters after
-it, where a lazy load pays. Memory is of the dearest rank: the peak above what the process held before the mode,
-resident (VmHWM, which counts mapped file pages) and anonymous (sampled), over the bytes that the rank keeps.
+builds the model on meta and shards it, as the peers' figures do. What a lazy load leaves to do is timed after it: a
+first pass that reads every parameter, and then one that writes it, as an optimizer's step does; rows with `+` include
+them. `cpu` is the processor time of the busiest rank, which a busy machine changes less. Memory is of the dearest
+rank: the peak above what the process held before the mode, resident (VmHWM, which counts mapped file pages) and
+anonymous (sampled), over the bytes that the rank keeps.
 Saving: to the same folder; `+ fsync` is what save_pretrained needs more to be as durable as dtplan.save is.
 
 Exits with 1 when dtplan reads over 1.05 times, or holds over 1.25 times, the bytes that it keeps.
@@ -160,45 +162,57 @@ def with_broadcast(folder: Path, device: str) -> tuple[nn.Module, Figures]:
 LOADS: dict[str, Callable[[Path, str], tuple[nn.Module, Figures]]] = {
     "dtplan": with_dtplan,
     "transformers tp_plan=auto": with_transformers,
-    "rank 0 + broadcast": with_broadcast,
+    "broadcast from rank 0": with_broadcast,
 }
 
 
 def load_on_rank(folder: Path, device: str, mode: str) -> Figures:
     """One mode: its wall time, a first pass over what it loaded, and what it cost this rank."""
-    before, read = status(), io_bytes()
+    before, read, busy = status(), io_bytes(), cpu()
     start = time.perf_counter()
     model, figures = LOADS[mode](folder, device)
     dist.barrier()
-    figures["s"] = time.perf_counter() - start
+    figures["s"], figures["cpu_s"] = time.perf_counter() - start, cpu() - busy
     figures["peak"] = status()["VmHWM"] - before["VmRSS"]
     figures |= {key: value - read[key] for key, value in io_bytes().items()}
     locals_ = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
     start = time.perf_counter()
     total = sum(int(part.view(torch.int64).sum()) for part in locals_)
-    figures["touch_s"] = time.perf_counter() - start
+    figures["read_s"] = time.perf_counter() - start
+    with torch.no_grad():
+        for part in locals_:
+            part.view(torch.int64).add_(0)
+    figures["write_s"] = time.perf_counter() - start
+    figures["all_cpu_s"] = cpu() - busy
     return {**figures, "kept": sum(part.nbytes for part in locals_), "sum": total, "base_anon": before["RssAnon"]}
+
+
+def cpu() -> float:
+    """Processor time of this process, in seconds."""
+    used = os.times()
+    return used.user + used.system
 
 
 def save_on_rank(folder: Path, device: str, target: Path) -> Figures:
     """dtplan.save of the sharded model."""
     model, _ = with_dtplan(folder, device)
     dist.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), cpu()
     dtplan.save(model, target, max_shard_bytes=SHARD_BYTES)
+    used = cpu() - busy
     dist.barrier()
-    return {"s": time.perf_counter() - start}
+    return {"s": time.perf_counter() - start, "cpu_s": used}
 
 
 def save_whole(folder: Path, device: str, target: Path) -> Figures:
     """save_pretrained of the whole model in one process, and what it takes to make the files durable."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), cpu()
     model.save_pretrained(target, max_shard_size=SHARD_BYTES)
-    saved = time.perf_counter()
+    saved, used = time.perf_counter(), cpu() - busy
     for file in target.iterdir():
         sync(file)
-    return {"s": saved - start, "durable_s": time.perf_counter() - start}
+    return {"s": saved - start, "durable_s": time.perf_counter() - start, "cpu_s": used}
 
 
 def status() -> dict[str, int]:
@@ -298,10 +312,11 @@ def time_commands(several: list[list[str]]) -> float:
 # ---------------------------------------------------------------------------------------------------------- report
 
 
-def measure(folder: Path, args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[list[Figures]]]]:
-    """All rounds: seconds by row of the table, and the ranks' figures by mode."""
+def measure(folder: Path, args: argparse.Namespace) -> Any:
+    """All rounds: seconds by row of the table, the ranks' figures by mode of loading, and the saves' processor time."""
     seconds: dict[str, list[float]] = {}
     ranks: dict[str, list[list[Figures]]] = {}
+    saves: dict[str, list[float]] = {}
 
     def note(row: str, value: float) -> None:
         seconds.setdefault(row, []).append(value)
@@ -316,18 +331,20 @@ def measure(folder: Path, args: argparse.Namespace) -> tuple[dict[str, list[floa
             found = on_ranks(args.tp, args.device, load_on_rank, folder, args.device, mode)
             ranks.setdefault(mode, []).append(found)
             note(mode, max(one["s"] for one in found))
-            note(f"{mode}, and touch", max(one["s"] + one["touch_s"] for one in found))
+            note(f"{mode} + read", max(one["s"] + one["read_s"] for one in found))
+            note(f"{mode} + read, write", max(one["s"] + one["write_s"] for one in found))
             if mode == "dtplan":
                 note("dtplan.load", max(one["load_s"] for one in found))
         for row, world, fn in (("dtplan.save", args.tp, save_on_rank), ("save_pretrained, 1 process", 1, save_whole)):
             set_cache(folder, "warm")
             target = folder.with_name("saved")
             found = on_ranks(world, args.device, fn, folder, args.device, target)
+            saves.setdefault(row, []).append(max(one["cpu_s"] for one in found))
             note(row, max(one["s"] for one in found))
             if "durable_s" in found[0]:
                 note(f"{row} + fsync", found[0]["durable_s"])
             shutil.rmtree(target)
-    return seconds, ranks
+    return seconds, ranks, {row: round(statistics.median(found), 2) for row, found in saves.items()}
 
 
 def times(seconds: dict[str, list[float]], whole: int) -> list[dict[str, Any]]:
@@ -335,7 +352,7 @@ def times(seconds: dict[str, list[float]], whole: int) -> list[dict[str, Any]]:
     rows = []
     for row, found in seconds.items():
         own = "dtplan.save" if "save" in row else "dtplan.load" if row.startswith(("dd", "cp")) else "dtplan"
-        own += ", and touch" if row.endswith("touch") else ""
+        own += row[row.index(" + ") :] if row.endswith((" + read", " + read, write")) else ""
         ratios = [theirs / ours for theirs, ours in zip(found, seconds[own], strict=True)]
         rows.append(
             {
@@ -361,6 +378,8 @@ def costs(ranks: dict[str, list[list[Figures]]]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"mode": mode, "kept": max(one["kept"] for one in every)}
         for key in ("copied", "by_calls", "from_disk", "peak"):
             row[key] = round(max(one[key] / one["kept"] for one in every), 3) if key in every[0] else None
+        for key in ("cpu_s", "all_cpu_s"):
+            row[key] = round(statistics.median(max(one[key] for one in found) for found in rounds), 2)
         row["peak_anon"] = round(max((one["RssAnon"] - one["base_anon"]) / one["kept"] for one in every), 3)
         rows.append(row)
     return rows
@@ -384,11 +403,17 @@ def main() -> int:
         folder = Path(name) / "checkpoint"
         folder.mkdir()
         whole = make_checkpoint(folder, config(args.gib))
-        seconds, ranks = measure(folder, args)
-    return report(times(seconds, whole), costs(ranks), whole, args)
+        seconds, ranks, saves = measure(folder, args)
+    return report(times(seconds, whole), costs(ranks), saves, whole, args)
 
 
-def report(rows: list[dict[str, Any]], memory: list[dict[str, Any]], whole: int, args: argparse.Namespace) -> int:
+def report(
+    rows: list[dict[str, Any]],
+    memory: list[dict[str, Any]],
+    saves: dict[str, float],
+    whole: int,
+    args: argparse.Namespace,
+) -> int:
     """The tables; 1 when a bound is missed."""
     versions = {
         "python": platform.python_version(),
@@ -408,10 +433,14 @@ def report(rows: list[dict[str, Any]], memory: list[dict[str, Any]], whole: int,
             f"{row['mode']:<36} keeps {row['kept'] / GIB:.2f} GiB a rank; copied {row['copied']} x, by calls "
             f"{row['by_calls']} x, from disk {row['from_disk']} x; peak {row['peak']} x, anonymous {row['peak_anon']} x"
         )
+        print(f"{'':<36} cpu {row['cpu_s']} s, with read and write {row['all_cpu_s']} s")
+    print("; ".join(f"{row} uses cpu {used} s" for row, used in saves.items()))
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key not in ("json", "folder", "memory")}
         found = {"versions": versions, "cores": os.cpu_count(), "bytes": whole, **settings}
-        args.json.write_text(json.dumps({**found, "times": rows, "ranks": memory}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({**found, "times": rows, "ranks": memory, "save_cpu_s": saves}, indent=2) + "\n"
+        )
     ours = next(row for row in memory if row["mode"] == "dtplan")
     return int(ours["copied"] > READ_LIMIT or ours["peak"] > MEMORY_LIMIT)
 
