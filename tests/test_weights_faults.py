@@ -266,8 +266,10 @@ def test_a_folder_that_may_not_even_be_looked_at(tmp_path: Path) -> None:
     closed.chmod(0)
     try:
         with as_nobody():
-            assert "Permission denied" in together(lambda _: save_checkpoint(model_with(2), closed / "checkpoint"))
-            assert "Permission denied" in together(lambda _: load_checkpoint(model_with(2), closed / "checkpoint"))
+            words = {save_checkpoint: "written", load_checkpoint: "read"}
+            for call, what in words.items():
+                text = together(lambda _, call=call: call(model_with(2), closed / "checkpoint"))
+                assert text.startswith(f"{closed / 'checkpoint'}: cannot be {what} (Permission denied); check")
     finally:
         closed.chmod(0o755)
 
@@ -289,12 +291,14 @@ def test_a_save_to_a_folder_that_is_being_saved_to_is_refused(tmp_path: Path) ->
     with mock.patch.object(ShardWriter, "write_header", waiting):
         first = threading.Thread(target=saved, args=(folder, 2))
         first.start()
-        assert begun.wait(30)
-        text = refusal(saved, folder, 3)
+        try:
+            assert begun.wait(30)
+            text = refusal(saved, folder, 3)
+        finally:
+            go_on.set()
+            first.join()
         assert "another save to this folder is under way" in text
         assert f"process {os.getpid()} on " in text
-        go_on.set()
-        first.join()
     assert same(loaded(folder), dict(model_with(2).named_parameters()))
     saved(folder, 3)  # the lock is free again, also after the refusal
     assert beside(folder) == ["checkpoint"]

@@ -100,6 +100,11 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     when a file or the index is broken, incomplete, or points out of the folder.
     """
     root = Path(folder)
+    with _readable(root):  # asking may be forbidden, too
+        return _open(root)
+
+
+def _open(root: Path) -> Checkpoint:
     if not root.is_dir():
         raise WeightsError(f"{root}: {_why_no_folder(root)}")
     if (root / SINGLE_FILE).is_file():
