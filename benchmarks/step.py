@@ -152,14 +152,13 @@ def figures(worker: Worker, args: argparse.Namespace, rate: float) -> dict[str, 
     """Of one mode: the median of the rounds' medians, and a token's time in each round."""
     medians = [statistics.median(found["seconds"]) for found in worker.rounds]
     tokens, seconds = worker.rounds[0]["tokens"], statistics.median(medians)
+    shares = [h / s for found in worker.rounds for h, s in zip(found["host"], found["seconds"], strict=True)]
     return {
         "mode": worker.mode,
         "ms": round(seconds * 1e3, 1),
         "min_ms": round(min(medians) * 1e3, 1),
         "max_ms": round(max(medians) * 1e3, 1),
-        "host_share": round(
-            statistics.median(h / s for f in worker.rounds for h, s in zip(f["host"], f["seconds"], strict=True)), 2
-        ),
+        "host_share": round(statistics.median(shares), 2),
         "tokens_per_s": round(tokens / seconds),
         "utilisation": round(flops(tokens, args) / seconds / (rate * args.ranks), 3),
         "peak_gib": round(max(found["peak_gib"] for found in worker.rounds), 2),
@@ -186,7 +185,8 @@ def report(workers: list[Worker], failed: dict[str, str], rates: list[float], ar
         told = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(r, best)) if best else ""
         print(
             f"{r['mode']:<44} {r['ms']:7.1f} ms ({r['min_ms']:.1f}-{r['max_ms']:.1f})  {r['tokens_per_s']:>6} tok/s  "
-            f"util {r['utilisation']:.3f}  host {r['host_share']:.2f}  {r['peak_gib']:6.2f} GiB  loss {r['loss']:.4f}  x {told}"
+            f"util {r['utilisation']:.3f}  host {r['host_share']:.2f}  {r['peak_gib']:6.2f} GiB  "
+            f"loss {r['loss']:.4f}  x {told}"
         )
     for mode, why in failed.items():
         print(f"{mode:<44} not run: {why}")

@@ -1,8 +1,9 @@
 """What `benchmarks/step.py` times: one mode in processes of its own, which wait for their turn.
 
 A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism, `sdpa` leaves
-attention to torch. Tags: `compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of flash), `overlap` (inductor moves work
-between a collective and its wait), `adamw` (an optimizer step in the step).
+attention to torch, `overlap` does collectives beside matrix products by TransformerEngine's userbuffers. Tags:
+`compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of
+flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer step in the step).
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def with_dtplan(words: list[str], args: SimpleNamespace) -> nn.Module:
     options: dict[str, Any] = {"te": "require" if "te" in words else "off", "sequence_parallel": "sp" in words}
     if "fp8" in words:
         options["fp8"] = words[words.index("fp8") + 1]
+    if "overlap" in words:
+        options["overlap_tokens"] = args.batch * args.sequence
     model = live(args)
     plan = find_plan(model)
     if "sdpa" in words:
@@ -274,8 +277,7 @@ class Mode:
         rows = sorted(rows, key=lambda row: -row.self_device_time_total)
         total = sum(row.self_device_time_total for row in rows)
         lines = [f"{total / 2e3:8.2f} ms in kernels (streams added up)"]
-        for row in rows[:28]:
-            lines.append(f"{row.self_device_time_total / 2e3:8.2f} ms {row.count / 2:6.0f} x {row.key[:110]}")
+        lines += [f"{r.self_device_time_total / 2e3:8.2f} ms {r.count / 2:6.0f} x {r.key[:110]}" for r in rows[:28]]
         return "\n".join(lines)
 
 

@@ -69,6 +69,10 @@ def lint(plans: tuple[str, ...], style: str) -> None:
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences of a batch.")
 @click.option("--seq", default=4096, show_default=True, type=click.IntRange(min=1), help="Tokens of a sequence.")
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(_DTYPES), help="Of activations.")
+@click.option(
+    "--te", is_flag=True, help="Also list which modules become TransformerEngine layers, and why others do not."
+)
+@click.option("--fp8", is_flag=True, help="With --te: for FP8, which needs dims that are multiples of 16.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def show(
     plan: str,
@@ -82,6 +86,8 @@ def show(
     batch: int,
     seq: int,
     dtype: str,
+    te: bool,
+    fp8: bool,
     as_json: bool,
 ) -> None:
     """What PLAN (default: the built-in one for the model's class) does to a model, without its weights."""
@@ -89,10 +95,12 @@ def show(
     from dtplan.planner.bind import bind
     from dtplan.planner.ledger import ledger
     from dtplan.planner.meta import meta_model
+    from dtplan.report import fused
     from dtplan.report import show as view
 
+    whole = meta_model(model)
     bound = bind(
-        meta_model(model),
+        whole,
         plan,
         tp=tp,
         shard=shard,
@@ -101,10 +109,14 @@ def show(
         loss_parallel=loss_parallel,
     )
     book = ledger(bound, batch=batch, sequence=seq, dtype=dtype)
+    choice = fused.choice_of(whole, bound, fp8=fp8) if te or fp8 else None
     if as_json:
-        click.echo(json.dumps(view.as_json(bound, book), indent=2, sort_keys=True))
-    else:
-        view.print_tables(bound, book)
+        data = view.as_json(bound, book) | ({} if choice is None else {"fused": fused.as_json(choice)})
+        click.echo(json.dumps(data, indent=2, sort_keys=True))
+        return
+    view.print_tables(bound, book)
+    if choice is not None:
+        _echo_lines(fused.lines(choice))
 
 
 @cli.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ def init(
     """
     if not dist.is_initialized():
         _init_process_group()
+        atexit.register(_end_process_group)
     degrees: Degrees = together(
         lambda: read_degrees(
             config,
@@ -179,6 +181,12 @@ def reset() -> None:
 
 def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _end_process_group() -> None:
+    """What ``init`` began ends with the process; left to the interpreter, a backend's threads may abort it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _init_process_group() -> None:

@@ -26,6 +26,11 @@ ENTERED: list[tuple[Any, dist.ProcessGroup | None]] = []
 """Recipe and group of every FP8 context that was entered."""
 
 
+BUFFERS: list[tuple[Any, Any]] = []
+"""The arguments of every set-up of userbuffers."""
+_OVERLAPS = ("overlap_ag", "overlap_rs", "bulk_dgrad", "bulk_wgrad")
+
+
 def _empty(*shape: int, device: Any, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
@@ -42,8 +47,12 @@ class _Layer(nn.Module):
         normalization: str = "LayerNorm",
         eps: float = 1e-5,
         zero_centered_gamma: bool = False,
+        ub_name: str | None = None,
+        **overlaps: bool,
     ) -> None:
         super().__init__()
+        assert overlaps.keys() <= {f"ub_{what}" for what in _OVERLAPS}
+        self.overlaps, self.ub_name = overlaps, ub_name
         self.group = None if tp_group is None else Group.of(tp_group)
         assert (self.group.size if self.group else 1) == tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
@@ -144,7 +153,10 @@ class _Norm(_Layer):
         self.bias = _empty(width, **self.made) if self.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(self.plain(x), self.weight, self.bias, self)
+        out = norm(self.plain(x), self.weight, self.bias, self)
+        if out.requires_grad:
+            out.register_hook(self.plain)  # the real ones read their own weight again in backward
+        return out
 
 
 class RMSNorm(_Norm):
@@ -200,6 +212,10 @@ ENGINE = Engine(
     ),
     recipes=SimpleNamespace(
         **{name: _recipe(name) for name in ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")}
+    ),
+    buffers=SimpleNamespace(
+        initialize_ub=lambda *args, **options: BUFFERS.append((args, options)),
+        UserBufferQuantizationMode=SimpleNamespace(FP8="FP8", NONE="NONE"),
     ),
     version="stand-in",
     devices=frozenset({"cpu"}),

@@ -45,7 +45,7 @@ def choose(model: nn.Module, bound: BoundPlan, *, fp8: bool = False) -> Choice:
                 )
             else:
                 pattern = layer.under + found.name.removeprefix(unit)
-                fused.append(dataclasses.replace(found, pattern=pattern))
+                fused.append(dataclasses.replace(found, pattern=pattern, unit=unit))
                 taken |= parts
     return Choice(fused=tuple(fused), kept=tuple(kept.values()))
 

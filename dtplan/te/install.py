@@ -7,9 +7,10 @@ reads the norm is entered; the region's own linear layers then hand its parts ou
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,18 +90,30 @@ class Outlet(nn.Module):
         return self.value
 
 
-def install(model: nn.Module, fused: Iterable[Fused], tp: Tp, engine: Engine, dtype: torch.dtype) -> None:
-    """Replace modules in place; ``tp.stored`` learns how the new parameters are put together."""
+def install(
+    model: nn.Module,
+    fused: Iterable[Fused],
+    tp: Tp,
+    engine: Engine,
+    dtype: torch.dtype,
+    more: Mapping[str, dict[str, Any]],
+) -> None:
+    """Replace modules in place; ``tp.stored`` learns how the new parameters are put together.
+
+    ``more``: further arguments of TransformerEngine's layers, by name.
+    """
     for layer in fused:
         if layer.layer == "DotProductAttention":
             attention.use(model.get_submodule(layer.name), engine)
         else:
-            _Installer(model, layer, tp, engine, dtype).run()
+            _Installer(model, layer, tp, engine, dtype, more.get(layer.name, {})).run()
 
 
 class _Installer:
-    def __init__(self, model: nn.Module, layer: Fused, tp: Tp, engine: Engine, dtype: torch.dtype) -> None:
-        self.model, self.layer, self.tp, self.engine, self.dtype = model, layer, tp, engine, dtype
+    def __init__(
+        self, model: nn.Module, layer: Fused, tp: Tp, engine: Engine, dtype: torch.dtype, more: dict[str, Any]
+    ) -> None:
+        self.model, self.layer, self.tp, self.engine, self.dtype, self.more = model, layer, tp, engine, dtype, more
         # the residual stream is cut where the norm's own gradient is a partial sum, or a row layer scatters
         cut = any(move.op in ("gather", "scatter") for move in (*layer.inputs, *layer.outputs) if move.inside)
         self.tokens = Tokens(tp.group if cut else None)
@@ -122,6 +135,8 @@ class _Installer:
             self._enter(module, mailbox)
         elif self.layer.row is not None:
             module.forward = self.tokens.row(module.run)
+        else:
+            module.forward = on_a_copy(module)
         if self.layer.name != self.layer.region or self.layer.layer == "LayerNormMLP":
             _set(self.model, self.layer.name, module)
 
@@ -154,6 +169,7 @@ class _Installer:
         size = tp.group.size if layer.communicates else 1
         if size > 1:
             options |= {"tp_group": tp.mesh.get_group(), "tp_size": size, "sequence_parallel": self.tokens.cut}
+            options |= self.more
         if layer.normalization is not None:
             options["normalization"] = layer.normalization.kind
         if layer.layer == "LayerNormMLP":
@@ -229,6 +245,21 @@ class Entering:
         for outlet, part in zip(self.outlets, out.split(self.sizes, -1), strict=True):
             outlet.value = part
         return self.mailbox.nothing(out, (*out.shape[:-1], x.shape[-1]))
+
+
+def on_a_copy(module: Any) -> Forward:
+    """A norm of TransformerEngine's, which reads its weight again in backward: its own, and not what it was given.
+
+    So each forward runs on a copy of the module, whose parameters stay local tensors.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        copied = copy.copy(module)
+        copied.__dict__ = {**vars(module), "_parameters": dict(module._parameters)}
+        out: Tensor = type(module).run(copied, x)
+        return out
+
+    return forward
 
 
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/gpu/te_job.py
 
-Prints a line a case and fails if a bound is missed: 1.5e-2 in bf16, 2e-1 in FP8, or 1.5 times what rounding alone does in
-the unfused bf16 model on one GPU, which is printed first.
+Prints a line a case and fails if a bound is missed: 1.5e-2 in bf16, 2e-1 in FP8, or 1.5 times what rounding alone does
+in the unfused bf16 model on one GPU, which is printed first.
 """
 
 from __future__ import annotations
