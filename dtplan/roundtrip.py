@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,8 @@ from dtplan.prove.simulated import simulated_ranks
 from dtplan.weights import api
 from dtplan.weights.checkpoint import DTYPES, Checkpoint, open_checkpoint
 from dtplan.weights.compare import Difference, differences
-from dtplan.weights.names import file_spelling, ignored_names, sources
+from dtplan.weights.layouts import file_layout
+from dtplan.weights.names import ignored_names, sources
 from dtplan.weights.state import state_tensors
 
 Verdict = Literal["equal", "differs", "refused"]
@@ -137,11 +139,10 @@ def _match(model: nn.Module, source: Checkpoint, aliases: Mapping[str, Sequence[
     taken = {name for state in states for name in state.names}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     found = {}
-    in_files = file_spelling(model)
-    for state in states:
-        saved_as = in_files(min(state.names, key=lambda name: name in tied))
-        base = getattr(model, "base_model_prefix", "")
-        for key in sources(state.names, source.tensors, taken, aliases, base, in_files):
+    layout, base = file_layout(model), getattr(model, "base_model_prefix", "")
+    for state in itertools.chain.from_iterable(one.apart(layout) or [one] for one in states):
+        saved_as = layout.renamed(min(state.names, key=lambda name: name in tied))
+        for key in sources(state.names, source.tensors, taken, aliases, base, layout.renamed):
             found[key] = saved_as
             dtype = DTYPES.get(source.tensors[key].dtype)
             if dtype is not None and dtype.is_floating_point and state.tensor.is_floating_point():

@@ -180,12 +180,19 @@ def test_ranks_that_see_different_checkpoints_are_refused() -> None:
 # ---------------------------------------------------------------------------------- the two-step front door
 
 
-def transformed(rank: int, others: str) -> tuple[bool, float]:
+def transformed(rank: int) -> tuple[dict[str, tuple[bool, float]], str]:
+    """With the other ranks' model on meta, and with other values there; then with nothing on rank 0."""
+    dtplan.init({"tensor_parallel_degree": 2, "hybrid_shard_degree": 2})
+    found = {others: _transformed(rank, others) for others in ("meta", "other values")}
+    with pytest.raises(WeightsError) as caught:
+        dtplan.transform(model_of(t0(), meta=rank == 0), load_state_dict_from_rank0=True)
+    return found, str(caught.value)
+
+
+def _transformed(rank: int, others: str) -> tuple[bool, float]:
     config = t0(tie_word_embeddings=True)
     model = model_of(config, seed=rank, meta=rank > 0 and others == "meta")
-    dtplan.init({"tensor_parallel_degree": 2, "hybrid_shard_degree": 2})
-    sharded_model = dtplan.transform(model, load_state_dict_from_rank0=True)
-    assert sharded_model is model
+    assert dtplan.transform(model, load_state_dict_from_rank0=True) is model
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     truth = model_of(config)
     assert_holds(model, dict(truth.state_dict()))
@@ -197,23 +204,10 @@ def transformed(rank: int, others: str) -> tuple[bool, float]:
     return model.lm_head.weight is model.model.embed_tokens.weight, distance
 
 
-@pytest.mark.parametrize("others", ["meta", "other values"])
-def test_b29_rank_0_gives_a_tied_model_and_the_tie_gets_its_whole_gradient(pool: GlooPool, others: str) -> None:
-    for tied, distance in pool.run(transformed, others):
-        assert tied
-        assert distance < 1e-6
-
-
-def without_weights(rank: int) -> str:
-    dtplan.init({"tensor_parallel_degree": 2})
-    with pytest.raises(WeightsError) as caught:
-        dtplan.transform(model_of(t0(), meta=rank == 0), load_state_dict_from_rank0=True)
-    return str(caught.value)
-
-
-def test_rank_0_must_have_the_weights(pool: GlooPool) -> None:
-    (text,) = set(pool.run(without_weights, ranks=2))
-    assert "model.embed_tokens.weight is on meta on rank 0" in text
+def test_b29_rank_0_gives_a_tied_model_and_the_tie_gets_its_whole_gradient(pool: GlooPool) -> None:
+    for found, refusal in pool.run(transformed):
+        assert all(tied and distance < 1e-6 for tied, distance in found.values()), found
+        assert "model.embed_tokens.weight is on meta on rank 0" in refusal
 
 
 # ----------------------------------------------------------------------------------- pickles, and names that differ

@@ -45,9 +45,9 @@ from dtplan.prove.simulated import simulated_ranks
 from dtplan.weights import gather, load, staging
 from dtplan.weights.agree import agree
 from dtplan.weights.checkpoint import BlockReader, open_checkpoint, read_header
+from dtplan.weights.layouts import file_layout
 from dtplan.weights.load import LoadReport, load_checkpoint
 from dtplan.weights.materialise import materialise
-from dtplan.weights.names import file_spelling
 from dtplan.weights.save import save_checkpoint
 from dtplan.weights.shards import pack
 from dtplan.weights.slices import block_slices, local_part, local_slices
@@ -159,7 +159,7 @@ def expected(model: nn.Module) -> dict[str, Tensor]:
 def saved(model: nn.Module, folder: Path) -> Path:
     """The model written by safetensors itself."""
     folder.mkdir(parents=True, exist_ok=True)
-    in_files = file_spelling(model)
+    in_files = file_layout(model).renamed
     tensors = {in_files(name): param.detach() for name, param in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors")
     return folder

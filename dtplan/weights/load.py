@@ -17,8 +17,9 @@ from dtplan._errors import WeightsError, did_you_mean
 from dtplan.planner.stored import Stored
 from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
 from dtplan.weights.checkpoint import DTYPES, BlockReader, Checkpoint, Entry, open_checkpoint, tensors_at_hand
+from dtplan.weights.layouts import file_layout
 from dtplan.weights.materialise import materialise
-from dtplan.weights.names import file_spelling, ignored_names, may_be_absent, sources
+from dtplan.weights.names import ignored_names, may_be_absent, sources
 from dtplan.weights.rank0 import Broadcast, shared_by_rank0
 from dtplan.weights.state import NOTHING_FUSED, StateTensor, comm_device, state_tensors
 
@@ -139,8 +140,15 @@ def _match(
     keys = checkpoint.tensors.keys()
     taken = {name for state in states for name in state.names}
     base = getattr(model, "base_model_prefix", "")
-    in_files = file_spelling(model)
-    pairs = [(state, sources(state.names, keys, taken, aliases, base, in_files)) for state in states]
+    layout = file_layout(model)
+
+    def held_by(state: StateTensor) -> list[str]:
+        return sources(state.names, keys, taken, aliases, base, layout.renamed)
+
+    pairs = []
+    for state in states:
+        apart = [] if held_by(state) else [(piece, held_by(piece)) for piece in state.apart(layout)]
+        pairs += apart if any(held for _, held in apart) else [(state, held_by(state))]
     rest = keys - {key for _, held in pairs for key in held}
     plan = _Plan(
         checkpoint=checkpoint,

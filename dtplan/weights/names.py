@@ -1,20 +1,13 @@
-"""Which names of a checkpoint hold which tensors of a model.
-
-Private transformers API used here and nowhere else in this package, tried on 5.24: the renamings of its
-``conversion_mapping``, by which it reads and writes files under other names than the model's.
-"""
+"""Which names of a checkpoint hold which tensors of a model."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["class_name", "file_spelling", "ignored_names", "may_be_absent", "sources", "spellings"]
+__all__ = ["ignored_names", "may_be_absent", "sources", "spellings"]
 
 LEGACY_BUFFERS = (
     r"(^|\.)rotary_emb\.inv_freq$",
@@ -24,39 +17,14 @@ LEGACY_BUFFERS = (
 """Buffers that old checkpoints hold and today's models compute."""
 
 
-def class_name(model: nn.Module) -> str:
-    """The name of the model's class; FSDP2 puts a class of its own in front of it."""
-    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def file_spelling(model: nn.Module) -> Callable[[str], str]:
-    """How transformers spells the model's names in files, such as ``embed_out`` for the head of GPT-NeoX.
-
-    A model whose tensors it also joins or splits on the way, as it does with experts, keeps its own names: those
-    load as well.
-    """
-    config = getattr(model, "config", None)
-    if config is None or "transformers" not in sys.modules:
-        return str
-    from transformers import conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
-
-    mapping: Any = conversion_mapping.get_checkpoint_conversion_mapping
-    found = mapping(class_name(model)) or mapping(getattr(config, "model_type", None)) or []
-    back = [one.reverse_transform() for one in reversed(found) if not isinstance(one, PrefixChange)]
-    if not all(type(one) is WeightRenaming for one in back):
-        return str
-    return lambda name: apply_renamings(name, back)
-
-
 def spellings(
     name: str, aliases: Mapping[str, Sequence[str]], base: str, in_files: Callable[[str], str] = str
 ) -> Iterator[str]:
     """The names under which a checkpoint may hold the model's tensor ``name``, the likeliest first.
 
-    ``in_files`` is ``file_spelling``. ``aliases`` maps a module path to other names of it. ``base`` is
-    ``model.base_model_prefix``: a checkpoint of the base model lacks it, and so do a base model's own names when
-    the checkpoint is of a model with a head.
+    ``in_files`` is how transformers spells a name in files. ``aliases`` maps a module path to other names of it.
+    ``base`` is ``model.base_model_prefix``: a checkpoint of the base model lacks it, and so do a base model's own
+    names when the checkpoint is of a model with a head.
     """
     forms = [*dict.fromkeys((name, in_files(name)))]
     for path, others in aliases.items():

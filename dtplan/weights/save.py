@@ -20,7 +20,7 @@ from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
 from dtplan.weights.blocks import Block
 from dtplan.weights.checkpoint import DTYPE_NAMES, INDEX_FILE
 from dtplan.weights.gather import Box, Held, Whole, whole_tensors
-from dtplan.weights.names import class_name, file_spelling
+from dtplan.weights.layouts import class_name, file_layout
 from dtplan.weights.shards import Files, index_of, pack, write_files
 from dtplan.weights.staging import Staging, writing
 from dtplan.weights.state import NOTHING_FUSED, StateTensor, comm_device, state_tensors
@@ -92,13 +92,15 @@ def _held_tensors(model: nn.Module, stored: Mapping[str, Stored], dtype: torch.d
     """This rank's blocks of the tensors to save, in the model's order, each under one name, as transformers does."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     dropped = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    in_files = file_spelling(model)
+    layout = file_layout(model)
     held = []
     for state in state_tensors(model, stored):
         names = [name for name in state.names if name not in dropped]
-        if names:
+        if apart := state.apart(layout) if names else []:
+            held += [_hold(one.names[0], one, dtype) for one in apart]
+        elif names:
             # transformers ties targets to a source, and saves the source.
-            held.append(_hold(in_files(min(names, key=lambda name: name in tied)), state, dtype))
+            held.append(_hold(layout.renamed(min(names, key=lambda name: name in tied)), state, dtype))
     return held
 
 

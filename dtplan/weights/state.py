@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from dtplan.planner.stored import Stored
 from dtplan.weights.agree import rank_and_world
 from dtplan.weights.blocks import Block, blocks, source_shapes
+from dtplan.weights.layouts import FileLayout, Piece
 
 __all__ = [
     "NOTHING_FUSED",
@@ -39,15 +40,29 @@ class StateTensor:
     """In checkpoints; a tied tensor has more than one."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
+    source: str
+    """Its name, or that of the tensor of which it is a ``piece``, in the map ``stored``."""
     owners: tuple[str, ...]
     """The names of ``tensor`` in the model."""
     tensor: Tensor
     stored: Stored | None = None
+    piece: Piece | None = None
 
     def blocks(self) -> list[Block]:
         """The blocks of it that this rank holds; see ``blocks``."""
         held = blocks(self.owners[0], self.tensor, self.stored)
-        return held if self.stored is None else [block for block in held if block.source == self.names[0]]
+        if self.stored is not None:
+            held = [block for block in held if block.source == self.source]
+        if self.piece is not None:
+            held = [part for block in held if (part := self.piece.of(block)) is not None]
+        return held
+
+    def apart(self, layout: FileLayout) -> list[StateTensor]:
+        """The tensors that files have in its place: experts one by one; nothing when it is one tensor there."""
+        return [
+            replace(self, names=(piece.name,), shape=piece.shape(self.shape), piece=piece)
+            for piece in layout.pieces(self.source, self.shape)
+        ]
 
 
 def original_name(name: str) -> str:
@@ -72,11 +87,11 @@ def _sources(tensor: Tensor, owners: tuple[str, ...], stored: Mapping[str, Store
     """What of a checkpoint makes up ``tensor``: under each of its names the same parts, in the same order."""
     fused = [stored[owner] for owner in owners if owner in stored]
     if not fused:
-        yield StateTensor(names=owners, shape=tuple(tensor.shape), owners=owners, tensor=tensor)
+        yield StateTensor(names=owners, shape=tuple(tensor.shape), source=owners[0], owners=owners, tensor=tensor)
         return
     shapes = source_shapes(owners[0], tensor, fused[0])
     for names, shape in zip(zip(*(one.lengths() for one in fused), strict=True), shapes.values(), strict=True):
-        yield StateTensor(names=names, shape=shape, owners=owners, tensor=tensor, stored=fused[0])
+        yield StateTensor(names=names, shape=shape, source=names[0], owners=owners, tensor=tensor, stored=fused[0])
 
 
 def mesh_device(model: nn.Module) -> torch.device | None:
