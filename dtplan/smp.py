@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtplan._errors import ApplyError, DegreesError
+from dtplan._errors import ApplyError, DegreesError, DtplanError
 from dtplan.planner.agreement import together
 from dtplan.planner.apply import parallelize
 from dtplan.planner.degrees import AXES, Degrees, read_degrees
@@ -150,10 +150,14 @@ def transform(model: M, *, load_state_dict_from_rank0: bool = False, **options: 
     if not load_state_dict_from_rank0:
         return parallelize(model, mesh, **options)
     from dtplan.weights.api import load
-    from dtplan.weights.rank0 import take_from_rank0
+    from dtplan.weights.rank0 import give_back, take_from_rank0
 
     held = take_from_rank0(model)
-    model = parallelize(model, mesh, **options)
+    try:
+        parallelize(model, mesh, **options)
+    except DtplanError:  # refused before anything was cut
+        give_back(model, held)
+        raise
     load(model, held, from_rank0=True)
     return model
 

@@ -210,6 +210,18 @@ def test_b29_rank_0_gives_a_tied_model_and_the_tie_gets_its_whole_gradient(pool:
         assert "model.embed_tokens.weight is on meta on rank 0" in refusal
 
 
+def test_a_refused_transform_leaves_rank_0_its_weights() -> None:
+    dtplan.init({})
+    model = model_of(t0(tie_word_embeddings=True))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(dtplan.BindError, match="serves GPTNeoXForCausalLM"):
+        dtplan.transform(model, load_state_dict_from_rank0=True, plan="gpt_neox")
+    assert_holds(model, before)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    dtplan.transform(model, load_state_dict_from_rank0=True)
+    assert_holds(model, before)
+
+
 # ----------------------------------------------------------------------------------- pickles, and names that differ
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -19,7 +19,7 @@ from dtplan.weights.materialise import put_in
 from dtplan.weights.state import state_tensors
 from dtplan.weights.writer import FileTensor
 
-__all__ = ["Broadcast", "shared_by_rank0", "take_from_rank0"]
+__all__ = ["Broadcast", "give_back", "shared_by_rank0", "take_from_rank0"]
 
 
 def shared_by_rank0(open_source: Callable[[], Checkpoint]) -> Checkpoint:
@@ -136,6 +136,14 @@ def take_from_rank0(model: nn.Module) -> dict[str, Tensor]:
         if not tensor.is_meta:
             put_in(tensor, torch.empty_like(tensor, device="meta"))
     return held
+
+
+@torch.no_grad()
+def give_back(model: nn.Module, held: Mapping[str, Tensor]) -> None:
+    """Undoes ``take_from_rank0`` where it took something: on rank 0."""
+    for state in state_tensors(model):
+        if state.names[0] in held:
+            put_in(state.tensor, held[state.names[0]])
 
 
 def _kept(model: nn.Module, kept: set[str]) -> Iterable[Tensor]:
