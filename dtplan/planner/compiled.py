@@ -30,5 +30,5 @@ def compile_model(model: M, **options: Any) -> M:
         if not compile_regions(unit, options):
             unit.compile(**options)
     if bound.loss_parallel and hasattr(type(model), "loss_function"):
-        model.loss_function = functools.partial(causal_lm_loss, compiled=True)  # type: ignore[assignment]
+        model.loss_function = functools.partial(causal_lm_loss, compiled=options.get("backend", "inductor"))  # type: ignore[assignment]
     return model

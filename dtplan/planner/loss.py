@@ -22,14 +22,14 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
-    compiled: bool = False,
+    compiled: str | None = None,
 ) -> Tensor:
     """Cross entropy of ``logits`` [..., vocabulary] and ``labels`` [...], equal to that of whole logits.
 
     Logits that are a DTensor cut along the last dim stay cut: two all-reduces of one or two numbers a token
     (Shoeybi et al. 2019, section 3). Computed in float32 at least. The mean is over labels that are not
-    ``ignore_index``; when there is none it is 0. ``compiled``: what is done to every logit between the all-reduces is
-    compiled, so no float32 copy of the logits is made.
+    ``ignore_index``; when there is none it is 0. ``compiled``: a backend of ``torch.compile`` for what is done to every
+    logit between the all-reduces; ``"inductor"`` makes no float32 copy of the logits.
 
     Raises:
         ApplyError: a DTensor that is cut along another dim.
@@ -56,7 +56,7 @@ def causal_lm_loss(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     *,
-    compiled: bool = False,
+    compiled: str | None = None,
     **_unused: Any,
 ) -> Tensor:
     """The next-token loss with the signature that transformers calls; ``logits`` may be cut.
@@ -72,14 +72,16 @@ def causal_lm_loss(
     return summed / num_items_in_batch
 
 
-def _of_parts(logits: DTensor, labels: Tensor, ignore_index: int, label_smoothing: float, *, compiled: bool) -> Tensor:
+def _of_parts(
+    logits: DTensor, labels: Tensor, ignore_index: int, label_smoothing: float, *, compiled: str | None
+) -> Tensor:
     if logits.placements != (Shard(logits.dim() - 1),):
         raise ApplyError(f"logits are placed as {logits.placements}; cross_entropy needs them cut along the last dim")
     mesh, vocabulary = logits.device_mesh, logits.shape[-1]
     local = logits.to_local()
     flat = local.reshape(-1, local.shape[-1])
     group = Group.of(mesh.get_group())
-    kernels = _compiled_kernels() if compiled else _KERNELS
+    kernels = _KERNELS if compiled is None else _compiled_kernels(compiled)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat, labels, group, vocabulary, ignore_index, label_smoothing, kernels
     )
@@ -121,8 +123,8 @@ _KERNELS: _Kernels = (_largest, _terms, _gradient)
 
 
 @functools.cache
-def _compiled_kernels() -> _Kernels:
-    largest, terms, gradient = (torch.compile(kernel) for kernel in _KERNELS)
+def _compiled_kernels(backend: str) -> _Kernels:
+    largest, terms, gradient = (torch.compile(kernel, backend=backend) for kernel in _KERNELS)
     return largest, terms, gradient
 
 
