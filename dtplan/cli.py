@@ -6,7 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -128,10 +128,25 @@ def show(
     default="both",
     show_default=True,
     type=click.Choice(["off", "on", "both"]),
-    help="Settings of the switch to prove; each with and without loss parallelism.",
+    help="Settings of the switch to prove.",
+)
+@click.option(
+    "--loss-parallel",
+    default="both",
+    show_default=True,
+    type=click.Choice(["off", "on", "both"]),
+    help="Settings of that switch, each with all of the other.",
 )
 @click.option("--fsdp", is_flag=True, help="Also with FSDP2 around it; one leg on processes that talk over gloo.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of weights and tokens.")
+@click.option("--batch", metavar="ROWSxTOKENS", help="Size of the batch; 4x16 or a few more, if not given.")
+@click.option("--set", "sets", multiple=True, metavar="FIELD=VALUE", help="A field of the shrunken config, in JSON.")
+@click.option(
+    "--smallest/--no-smallest",
+    default=True,
+    show_default=True,
+    help="After a refutation, look for the smallest config that fails so; takes a few seconds.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def prove(
     plan: str,
@@ -139,15 +154,19 @@ def prove(
     model: str,
     tp: str,
     sequence_parallel: Literal["off", "on", "both"],
+    loss_parallel: Literal["off", "on", "both"],
     fsdp: bool,
     seed: int,
+    batch: str | None,
+    sets: tuple[str, ...],
+    smallest: bool,
     as_json: bool,
 ) -> None:
     """Prove PLAN (default: the built-in one for the model's class) on a shrunken model, in float64, on this CPU.
 
     Exits with 0 if every leg was proved, 1 if one was refuted, 2 if one could not be run.
     """
-    degrees = _degrees(tp)
+    degrees, sizes, size = _degrees(tp), _sizes(sets), _batch(batch)
     load_plan(plan) if plan != "auto" else None  # a wrong plan is told before torch is imported
     from dtplan.prove.shrink import refuse_old_torch
 
@@ -157,7 +176,17 @@ def prove(
 
     with tell.progress(wanted=not as_json) as on_leg:
         proof = proof_of(
-            plan, model, tp=degrees, sequence_parallel=sequence_parallel, fsdp=fsdp, seed=seed, on_leg=on_leg
+            plan,
+            model,
+            tp=degrees,
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+            fsdp=fsdp,
+            seed=seed,
+            sizes=sizes,
+            batch=size,
+            shrink_failure=smallest,
+            on_leg=on_leg,
         )
     click.echo(json.dumps(proof.to_json(), indent=2, sort_keys=True) if as_json else tell.as_text(proof))
     sys.exit(proof.exit_code)
@@ -213,6 +242,30 @@ def _degrees(text: str) -> list[int]:
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise click.BadParameter(f"{text!r} is no list of degrees such as 2,4,8", param_hint="--tp")
     return [int(part) for part in parts]
+
+
+def _batch(text: str | None) -> tuple[int, int] | None:
+    """``1x4`` as numbers."""
+    if text is None:
+        return None
+    rows, _, tokens = text.partition("x")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in (rows, tokens)):
+        raise click.BadParameter(f"{text!r} is no batch such as 1x4", param_hint="--batch")
+    return int(rows), int(tokens)
+
+
+def _sizes(sets: tuple[str, ...]) -> dict[str, Any]:
+    """``num_hidden_layers=1`` and such as fields."""
+    sizes = {}
+    for text in sets:
+        field, equals, value = text.partition("=")
+        try:
+            sizes[field] = json.loads(value)
+        except json.JSONDecodeError:
+            equals = ""
+        if not (field and equals):
+            raise click.BadParameter(f"{text!r} is no field such as num_hidden_layers=1", param_hint="--set")
+    return sizes
 
 
 @cli.command()
