@@ -21,6 +21,7 @@ from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.training import storage
 from dtplan.training.spread import Place, spread
+from dtplan.weights import staging
 from dtplan.weights.writer import ShardWriter
 from tests.models import build, llama, neox
 from tests.resuming import Run, equal, momentum, trained_and_saved
@@ -282,6 +283,7 @@ def _killed(rank: int, model: nn.Module, folder: str, when: str) -> None:
         mock.patch.object(ShardWriter, "finish", die).start()
     elif when == "committing" and rank == 0:
         mock.patch.object(ShardWriter, "finish", _finish_then_die_at_the_second_rename).start()
+        mock.patch.object(staging, "_exchange", return_value=False).start()  # as on a file system that cannot
     elif when == "index" and rank == 0:
         mock.patch.object(storage.SafetensorsWriter, "finish", die).start()
     checkpoints.save(1 if when == "committing" else 2)
