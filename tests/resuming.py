@@ -5,18 +5,32 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import Phi3Config
 
 import dtplan
 from dtplan.prove.oracle import float64_casts, whole
 from dtplan.weights.state import original_name
 from tests.models import batch, build, on_meta
 
+PHI3 = Phi3Config(  # type: ignore[call-arg]
+    vocab_size=33,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    attn_implementation="eager",
+    use_cache=False,
+)
+PHI3_PLAN = str(Path(__file__).parent / "plans" / "phi3.yaml")
 Shape = tuple[int, int, int]
 """Degrees: replicate, shard, tp."""
 Made = Callable[[nn.Module], torch.optim.Optimizer]
@@ -104,4 +118,4 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(same)
 
 
-__all__ = ["Run", "adamw", "build", "equal", "momentum", "resumed", "trained_and_saved"]
+__all__ = ["PHI3", "PHI3_PLAN", "Run", "adamw", "build", "equal", "momentum", "resumed", "trained_and_saved"]

@@ -19,8 +19,7 @@ from dtplan.prove.simulated import simulated_ranks
 from dtplan.training.spread import Place
 from tests.cases import P0, P1, t0
 from tests.models import build, llama, neox
-from tests.resuming import Run, Shape, equal, resumed, trained_and_saved
-from tests.test_training_checkpoints import PHI3, PHI3_PLAN
+from tests.resuming import PHI3, PHI3_PLAN, Run, Shape, equal, resumed, trained_and_saved
 
 ROUNDING = 1e-13
 """Relative, of float64 sums in another order over three steps."""

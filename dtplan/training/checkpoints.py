@@ -137,12 +137,12 @@ class TrainingCheckpoints:
         meet("TrainingCheckpoints.save", self._meet_seconds)
         self.wait()
         blocks, plain = agreed(lambda: self._parts.held(step, extra, per_rank or {}))
+        if asynchronous:
+            blocks = agreed(lambda: {name: copies(held) for name, held in blocks.items()})
         state = join(plain, self._parts.place)
         staging = Staging(step_folder(self._folder, step), gather_objects(secrets.token_hex(4))[0], carries=False)
         agreed(lambda: self._open(staging))
-        agreed(lambda: self._check_shared(staging))
-        if asynchronous:
-            blocks = agreed(lambda: {name: copies(held) for name, held in blocks.items()})
+        finished(lambda: agreed(lambda: self._check_shared(staging)), staging)
         write = partial(self._write, blocks, staging, step, state)
         if asynchronous:
             if self._group is None and rank_and_world()[1] > 1:

@@ -14,6 +14,7 @@ from typing import Any
 import dtplan
 from dtplan._errors import WeightsError
 from dtplan.planner.bound import BoundPlan
+from dtplan.weights.staging import Staging
 
 __all__ = ["MANIFEST", "Manifest", "list_checkpoints", "prune", "read_json", "step_folder", "tidy"]
 
@@ -136,13 +137,9 @@ def list_checkpoints(folder: Path, *, broken: bool = False) -> list[tuple[int, i
 
 
 def tidy(folder: Path) -> None:
-    """Puts right what saves that were killed left: a folder that was being replaced is back, the rest is gone."""
-    for path in sorted(folder.glob(".step-*")):
-        name, _, kind = path.name.removeprefix(".").partition(".")
-        if kind.startswith("old-") and not (folder / name).exists():
-            path.rename(folder / name)
-        elif kind.startswith(("old-", "tmp-")):
-            shutil.rmtree(path, ignore_errors=True)
+    """Puts right what saves of any step that were killed left: what was being replaced is back, the rest is gone."""
+    for name in sorted({path.name[1:].partition(".")[0] for path in folder.glob(".step-*")}):
+        Staging(folder / name, "tidy").tidy()
 
 
 def prune(folder: Path, keep: int | None) -> None:

@@ -85,6 +85,17 @@ class Staging:
                 self._lock.drop()
                 raise
 
+    def tidy(self) -> None:
+        """Puts right what earlier crashes left beside the target, unless a save to it is under way. Raises OSError."""
+        try:
+            self._lock.take()
+        except WeightsError:
+            return
+        try:
+            self._put_right()
+        finally:
+            self._lock.drop()
+
     def _put_right(self) -> None:
         for old in sorted(self._leftovers("old")):
             if not self.target.exists():
