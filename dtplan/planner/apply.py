@@ -20,6 +20,7 @@ from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundModule, BoundPlan
 from dtplan.planner.collectives import Group
 from dtplan.planner.degrees import AXES
+from dtplan.planner.dropout import add_streams
 from dtplan.planner.fsdp import FsdpOptions, checkpoint_units, data_mesh, precision, shard_with_fsdp
 from dtplan.planner.loss import causal_lm_loss
 from dtplan.planner.stored import Stored
@@ -107,6 +108,7 @@ def parallelize(
         tp = _shard(model, bound, mesh["tp"])
         units = bound.fsdp_units if data is not None or every else ()
         _add_scopes(model, bound, units, tp)
+        add_streams(model, bound, tp)
     if every:
         checkpoint_units(model, bound, every)
     if data is not None:
