@@ -20,13 +20,10 @@ from dtplan.prove.simulated import simulated_ranks
 from tests.families import CONFIGS, FOLDER, MULTI_HEAD_STARCODER, batch, build, on_meta, plan_file
 
 LATER = {
-    "deepseek_v3": {"sections of a fused dim", "sum_grad_of_last"},
-    "gpt2": {"sections of a fused dim"},
-    "gpt_bigcode": {"sections of a fused dim"},
-    "mixtral": {"sections of a fused dim"},
+    "deepseek_v3": {"sum_grad_of_last"},
+    "gpt_bigcode": {"a section that stays whole"},
     "olmo2": {"style sharded_norm"},
-    "phi3": {"sections of a fused dim"},
-    "qwen3_next": {"sections of a fused dim", "reads"},
+    "qwen3_next": {"reads"},
 }
 """What plans ask for that is not applied yet."""
 EXACT = sorted(CONFIGS.keys() - LATER.keys())
@@ -93,6 +90,10 @@ FAULTS = {
     "gpt-oss, bias of experts on every rank": ("gpt_oss", "{once: true}", "{grad: complete}"),
     "gpt-oss, routing weights not summed": ("gpt_oss", ", routing_weights: sum", ""),
     "bloom, heads of the first sequence for all": ("bloom", "to: S(0), unit: head}", "to: S(0)}"),
+    "phi-3, gate and up as one": ("phi3", "sections: [ffn, ffn]", "unit: ffn"),
+    "phi-3, two parts for three": ("phi3", "[head, kv_head, kv_head]", "[kv_head, head, kv_head]"),
+    "gpt-2, q, k and v as one": ("gpt2", "sections: [head, head, head]", "unit: head"),
+    "mixtral, gate and up of experts as one": ("mixtral", "sections: [ffn, ffn]", "unit: ffn"),
     "gpt-j, norm not summed": ("gptj", "{style: norm, grad: sum}", "{style: norm, grad: complete}"),
 }
 

@@ -74,6 +74,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
         transformers.Phi3ForCausalLM,
         transformers.Phi3Config(**{**TINY, "num_key_value_heads": 4}, pad_token_id=0, eos_token_id=2),
     ),
+    "olmo2": (transformers.Olmo2ForCausalLM, transformers.Olmo2Config(**TINY, pad_token_id=0)),
     "gpt-oss": (
         transformers.GptOssForCausalLM,
         transformers.GptOssConfig(
@@ -335,9 +336,9 @@ def test_an_old_torch_exits_with_2_and_says_so(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_parallelize_cannot_do_yet_is_not_run() -> None:
-    proof = proof_of(load_plan(WRONG.parent / "phi3.yaml"), "phi3", Leg(tp=2))
+    proof = proof_of(load_plan(WRONG.parent / "olmo2.yaml"), "olmo2", Leg(tp=2))
     assert (proof.verdict, proof.exit_code) == ("not run", 2)
-    assert "sections of a fused dim" in proof.legs[0].reason
+    assert "style sharded_norm" in proof.legs[0].reason
 
 
 def test_degrees_that_are_none_are_misuse(tmp_path: Path) -> None:

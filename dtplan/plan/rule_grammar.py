@@ -132,7 +132,10 @@ RULE_KEYS: dict[str, Key] = {
         "the input that the block adds to the unreduced sum of its branches: one forward reduction for the "
         "block; the norms that read it are given the whole value, and share one gradient sum",
     ),
-    "localize": Key(list_of(TEXT, at_least=1), "whole-number attributes of the module to divide by the degree"),
+    "localize": Key(
+        list_of(TEXT, at_least=1),
+        "whole numbers to divide by the degree: attributes, or `config.field` in the module's own copy of the config",
+    ),
     "reads": Key(
         list_of(TEXT, at_least=1),
         "modules below whose parameters this module's forward reads without calling them",

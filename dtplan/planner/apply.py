@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,10 +22,12 @@ from dtplan.planner.bound import BoundModule, BoundPlan
 from dtplan.planner.collectives import Group
 from dtplan.planner.degrees import AXES
 from dtplan.planner.dropout import add_streams
-from dtplan.planner.fsdp import FsdpOptions, checkpoint_units, data_mesh, precision, shard_with_fsdp
+from dtplan.planner.fsdp import FsdpOptions, checkpoint_units, data_mesh, precision, recomputed, shard_with_fsdp
 from dtplan.planner.loss import causal_lm_loss
 from dtplan.planner.stored import Stored
 from dtplan.planner.styles import Scope, Sharded, Tp
+from dtplan.te.fuse import Fusing, fuse
+from dtplan.te.precision import Recipe
 
 M = TypeVar("M", bound=nn.Module)
 _ATTRIBUTE = "_dtplan_applied"
@@ -52,7 +55,8 @@ def parallelize(
     reshard_after_forward: bool | int | None = None,
     cpu_offload: bool = False,
     activation_checkpointing: bool | int = False,
-    te: Literal["off"] = "off",
+    te: Literal["auto", "require", "off"] = "auto",
+    fp8: Recipe | Any | None = None,
 ) -> M:
     """Shard ``model`` in place over ``mesh`` as ``plan`` says, and return it.
 
@@ -72,7 +76,10 @@ def parallelize(
         reshard_after_forward: free a unit's gathered weights after forward; None is what the plan says.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         activation_checkpointing: recompute the plan's units in backward; k recomputes every k-th of them.
-        te: ``"off"``; TransformerEngine layers are not there yet.
+        te: ``"auto"`` puts TransformerEngine's fused layers where the plan names them and they compute the same;
+            ``"require"`` refuses if one of them cannot be used; ``"off"`` uses none.
+        fp8: ``"current"``, ``"delayed"`` or ``"block"`` (or a recipe of TransformerEngine): fused layers multiply
+            in FP8. Needs fused layers.
 
     Raises:
         PlanError, BindError: the plan is wrong or does not fit; nothing was changed.
@@ -85,36 +92,39 @@ def parallelize(
         cpu_offload=cpu_offload,
     )
 
-    def prepare() -> tuple[BoundPlan, DeviceMesh | None]:
+    def prepare() -> tuple[Fusing, DeviceMesh | None]:
         _refuse_second_call(model)
         sizes = _axis_sizes(mesh)
-        if te != "off":
-            raise ApplyError(f"te={te!r}: TransformerEngine layers are not there yet; use te='off'")
-        bound = bind(model, plan, **sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-        _refuse_what_comes_later(bound)
+        found = bind(model, plan, **sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+        _refuse_what_comes_later(found)
+        fusing = fuse(model, found, te=te, fp8=fp8, device=mesh.device_type, dtype=_computes_in(model, found, options))
+        bound = fusing.bound
         if every < 0 or (every and not bound.fsdp_units):
             units = f"{len(bound.fsdp_units)} units (`fsdp: {{units: [...]}}`)"
             raise ApplyError(
                 f"activation_checkpointing={activation_checkpointing!r} recomputes units; {bound.plan} has {units}"
             )
         needed = options.mixed_precision is not None or cpu_offload or bound.fsdp["param_dtype"] is not None
-        return bound, data_mesh(mesh, needed=needed)
+        return fusing, data_mesh(mesh, needed=needed)
 
     every = int(activation_checkpointing)
-    bound, data = together(prepare)
+    fusing, data = together(prepare)
+    bound = fusing.bound
     check_same_model(model, bound.json_text())
     check_same_weights(model, mesh)
+    stored: Mapping[str, Stored] = {}
     if "tp" in (mesh.mesh_dim_names or ()):
-        tp = _shard(model, bound, mesh["tp"])
+        tp = _shard(model, fusing, mesh["tp"])
         units = bound.fsdp_units if data is not None or every else ()
         _add_scopes(model, bound, units, tp)
         add_streams(model, bound, tp)
+        stored = tp.stored
     if every:
-        checkpoint_units(model, bound, every)
+        checkpoint_units(model, bound, every, fusing.recomputing or recomputed)
     if data is not None:
         shard_with_fsdp(model, bound, data, options)
     _guard(model, bound)
-    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh, cpu_offload=cpu_offload))
+    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh, cpu_offload=cpu_offload, stored=stored))
     return model
 
 
@@ -128,6 +138,12 @@ def applied(model: nn.Module) -> Applied:
     if not isinstance(found, Applied):
         raise ApplyError(f"{type(model).__name__} is not parallelized: call dtplan.parallelize(model, mesh) first")
     return found
+
+
+def stored_parameters(model: nn.Module) -> Mapping[str, Stored]:
+    """Parameters of a sharded model whose fused dim is put together rank by rank; none for any other model."""
+    found = getattr(model, _ATTRIBUTE, None)
+    return found.stored if isinstance(found, Applied) else {}
 
 
 def _axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -161,8 +177,19 @@ def _refuse_what_comes_later(bound: BoundPlan) -> None:
         raise BindError(found)
 
 
-def _shard(model: nn.Module, bound: BoundPlan, mesh: DeviceMesh) -> Tp:
+def _computes_in(model: nn.Module, bound: BoundPlan, options: FsdpOptions) -> torch.dtype:
+    """The dtype in which the layers' weights reach their kernels."""
+    asked = options.mixed_precision.param_dtype if options.mixed_precision else None
+    planned = bound.fsdp["param_dtype"]
+    if asked is None and planned and options.mixed_precision is None:
+        asked = getattr(torch, planned)
+    return asked or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _shard(model: nn.Module, fusing: Fusing, mesh: DeviceMesh) -> Tp:
+    bound = fusing.bound
     tp = Tp(mesh=mesh, group=Group.of(mesh.get_group()))
+    fusing.install(model, tp)
     styles = {name: Sharded(module, name, tp) for module, name in _entries(bound)}
     tp.names = {id(model.get_submodule(name)): name for name in styles}
     root = styles.pop("", None)

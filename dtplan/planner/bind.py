@@ -15,8 +15,9 @@ from dtplan.plan import paths
 from dtplan.plan.library import builtin_plans
 from dtplan.plan.read import holds, load_plan, rules_for
 from dtplan.plan.source import finding_at
-from dtplan.plan.spec import RESIDUAL, Move, P, Plan, R, Rule, S
-from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, BoundUnit
+from dtplan.plan.spec import RESIDUAL, Move, P, Plan, R, Rule, S, TeLayer
+from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTe, BoundTensor, BoundUnit
+from dtplan.planner.localize import number_at
 from dtplan.planner.match import Alike, alike_modules, rename_text, renamed
 from dtplan.planner.moves import Layouts, NoMove, input_move, layouts_for, output_move
 from dtplan.planner.placing import (
@@ -115,7 +116,7 @@ def bind(
             "param_dtype": found.fsdp.param_dtype,
             "reduce_dtype": found.fsdp.reduce_dtype,
         },
-        te=binder.te_lines(),
+        te=binder.te_layers(),
     )
 
 
@@ -161,11 +162,25 @@ class _Binder:
         pairs = {self.renamed.get(name, name): (name, *others) for name, others in self.plan.names.items()}
         return {have: tuple(n for n in names if n not in (have, ".")) for have, names in pairs.items()}
 
-    def te_lines(self) -> tuple[str, ...]:
-        """The plan's fused layers that hold for this config, a line each."""
+    def te_layers(self) -> tuple[BoundTe, ...]:
+        """The plan's fused layers that hold for this config, with the modules below which they lie."""
         active = [variant for variant in self.plan.variants if holds(variant.when, self.config)]
         layers = self.plan.te + tuple(layer for variant in active for layer in variant.te)
-        return tuple(f"{'.'.join(te.under)}: {te.layer} <- {', '.join(te.parts.values())}" for te in layers)
+        return tuple(self._te_layer(layer) for layer in layers)
+
+    def _te_layer(self, layer: TeLayer) -> BoundTe:
+        under = rename_text(".".join(layer.under), self.renamed)
+        pattern = tuple(under.split("."))
+        names = [name for name, _ in self.model.named_modules() if paths.matches(pattern, tuple(name.split(".")))]
+        return BoundTe(
+            layer=layer.layer,
+            under=under,
+            names=tuple(names),
+            parts=layer.parts,
+            activation=layer.activation,
+            approximate_gelu=layer.approximate_gelu,
+            rule=str(layer.at),
+        )
 
     def fsdp_units(self) -> tuple[str, ...]:
         """Exact names of the modules that FSDP2 wraps one by one, in the model's order."""
@@ -232,6 +247,7 @@ class _Binder:
                 tensor,
                 cut,
                 units=self.units,
+                config=self.config,
                 tp=self.tp,
                 grad_sum=self._grad_is_summed(group, cut.rule or rule),
                 buffer=name in group.module._buffers,
@@ -323,7 +339,7 @@ class _Binder:
 
     def _localized(self, group: Alike, rule: Rule | None) -> tuple[str, ...]:
         for name in rule.localize if rule else ():
-            value = getattr(group.module, name, None)
+            value = number_at(group.module, name)
             if isinstance(value, bool) or not isinstance(value, int) or value % self.tp:
                 raise PlacingError(
                     "DTP412",
@@ -336,7 +352,7 @@ class _Binder:
         for r in [rule, *tensor_rules]:
             if r is None:
                 continue
-            wants += ["sections of a fused dim"] * bool(r.sections)
+            wants += ["a section that stays whole"] * any(section.whole for section in r.sections)
             wants += ["style sharded_norm"] * (r.style == "sharded_norm")
             wants += [f"unit {r.unit} on several ranks at once (replicate_kv)"] * goes_on_later(self._unit(r), self.tp)
             wants += ["sum_grad_of_last"] * any(move.sum_grad_of_last for _, move in r.outputs)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from dtplan.plan.spec import Layout
 
 Op = Literal["keep", "copy", "reduce", "gather", "scatter", "gather_whole", "slice", "place"]
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class BoundMove:
     global_shape: bool = False
     length: int | None = None
     """The global size of the dim that is cut, where it is known and parts may differ in size."""
+    inside: bool = False
+    """Done by a fused layer itself, on its own communicator; nothing is put around the module."""
     units: int | None = None
     """Of a slice: the units of a group, where the dim holds groups of them and each group is cut."""
 
@@ -43,6 +45,8 @@ class BoundTensor:
     dtype: str
     placement: Layout
     local_shape: tuple[int, ...]
+    sections: tuple[int, ...] = ()
+    """Rows of the parts of the dim that is cut, where each part is cut by itself."""
     unit: str | None = None
     grad: Literal["complete", "sum"] = "complete"
     once: bool = False
@@ -71,6 +75,23 @@ class BoundModule:
     localize: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
     """What the rule asks for that `parallelize` cannot do yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundTe:
+    """A TransformerEngine layer that the plan declares, below each of ``names``."""
+
+    layer: str
+    under: str
+    names: tuple[str, ...]
+    parts: Mapping[str, str]
+    """Role -> module path below the name."""
+    activation: str | None
+    approximate_gelu: bool
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.under}: {self.layer} <- {', '.join(self.parts.values())}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +125,8 @@ class BoundPlan:
     aliases: Mapping[str, tuple[str, ...]]
     fsdp_units: tuple[str, ...]
     fsdp: Mapping[str, Any]
-    te: tuple[str, ...] = ()
-    """Fused layers that the plan declares, as text; none is applied yet."""
+    te: tuple[BoundTe, ...] = ()
+    """Fused layers that the plan declares; `dtplan.te` chooses among them."""
 
     @property
     def tp(self) -> int:

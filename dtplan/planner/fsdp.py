@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,18 +48,20 @@ def data_mesh(mesh: DeviceMesh, *, needed: bool) -> DeviceMesh | None:
     return mesh["shard"] if mesh["shard"].size() > 1 or needed else None
 
 
-def checkpoint_units(model: nn.Module, bound: BoundPlan, every: int) -> None:
+def checkpoint_units(model: nn.Module, bound: BoundPlan, every: int, recomputing: Callable[[Any], Any]) -> None:
     """Recompute every ``every``-th unit's activations in backward; its forward is wrapped in place."""
     for name in bound.fsdp_units[::every]:
         unit = model.get_submodule(name)
-        unit.forward = _recomputed(unit.forward)
+        unit.forward = recomputing(unit.forward)
 
 
-def _recomputed(forward: Any) -> Any:
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+def recomputed(forward: Any) -> Any:
+    """``forward``, run again in backward; torch restores its random numbers."""
+
+    def twice(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    return recomputed
+    return twice
 
 
 def shard_with_fsdp(model: nn.Module, bound: BoundPlan, mesh: DeviceMesh, options: FsdpOptions) -> None:

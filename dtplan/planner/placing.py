@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from dtplan.plan.spec import RESIDUAL, Layout, P, R, Rule, S, Section
+from dtplan.plan.spec import RESIDUAL, Layout, P, R, Rule, S
 from dtplan.planner.bound import BoundTensor, BoundUnit
 from dtplan.planner.collectives import chunk_sizes
 from dtplan.planner.match import Alike
+from dtplan.planner.sections import SectionsError, section_sizes
 
 # style -> kind of module -> the dim along which each parameter is cut; None is whole and added once.
 CUTS: dict[str, dict[str, dict[str, int | None]]] = {
@@ -130,6 +132,7 @@ def place(
     cut: Cut,
     *,
     units: Mapping[str, BoundUnit],
+    config: Any,
     tp: int,
     grad_sum: bool,
     buffer: bool,
@@ -141,13 +144,18 @@ def place(
     """
     shape = tuple(tensor.shape)
     placement, unit_name = R, cut.rule.unit if cut.rule else None
+    sections: tuple[int, ...] = ()
     local = shape
     if cut.dim is not None:
         dim = cut.dim + len(shape) if cut.dim < 0 else cut.dim
         if not 0 <= dim < len(shape):
             raise PlacingError("DTP408", f"`{name}` has {len(shape)} dims {list(shape)}, there is no dim {cut.dim}")
         if cut.rule is not None and cut.rule.sections:
-            _check_sections(name, shape, dim, cut.rule.sections, units)
+            try:
+                sections = section_sizes(shape[dim], cut.rule.sections, units, config, tp)
+            except SectionsError as error:
+                message = f"`{name}` {list(shape)}: dim {dim} of size {shape[dim]} {error}"
+                raise PlacingError("DTP408", message, error.hint) from error
         else:
             _check_units(name, shape, dim, units.get(unit_name or ""), tp)
         placement = S(dim)
@@ -158,6 +166,7 @@ def place(
         dtype=str(tensor.dtype).removeprefix("torch."),
         placement=placement,
         local_shape=local,
+        sections=sections,
         unit=unit_name if placement != R else None,
         grad="sum" if grad_sum and placement == R and not buffer and not cut.once else "complete",
         once=cut.once,
@@ -177,22 +186,6 @@ def _check_units(name: str, shape: tuple[int, ...], dim: int, unit: BoundUnit | 
             f"`{name}` {list(shape)}: dim {dim} of size {size} is not a whole number of {unit.count} {unit.name} units"
         )
         raise PlacingError("DTP408", message, f"{unit.name} is counted by `{unit.field}`: is it the unit of this dim?")
-
-
-def _check_sections(
-    name: str, shape: tuple[int, ...], dim: int, sections: tuple[Section, ...], units: Mapping[str, BoundUnit]
-) -> None:
-    """The units of sections without a ``width`` are alike, so the dim is a whole number of them."""
-    uncounted = any(section.unit is not None and section.unit not in units for section in sections)  # DTP406
-    if uncounted or any(section.width for section in sections):
-        return
-    counts = [section.count or units[section.unit or ""].count for section in sections]
-    if shape[dim] % sum(counts):
-        parts = " + ".join(
-            f"{section.unit or 'whole'} {count}" for section, count in zip(sections, counts, strict=True)
-        )
-        message = f"`{name}` {list(shape)}: dim {dim} of size {shape[dim]} is not made of {parts} units of one width"
-        raise PlacingError("DTP408", message, "name a section for each part of the dim, in order")
 
 
 def default_output(style: str | None, *, whole: bool) -> Layout:

@@ -7,7 +7,8 @@ and that nobody outside may see: loading, saving, checkpoints and proofs go thro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,14 @@ class Stored:
     dim: int
     tp: int
     parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, name: str, sizes: Sequence[int], dim: int, tp: int) -> Stored:
+        """The sections of one tensor, of ``sizes`` rows, one after another."""
+        starts = itertools.accumulate(sizes, initial=0)
+        return cls(
+            dim=dim, tp=tp, parts=tuple(Part(source=name, start=a, size=b) for a, b in zip(starts, sizes, strict=False))
+        )
 
     def runs(self, start: int = 0, stop: int | None = None) -> Iterator[Run]:
         """The stored rows ``[start, stop)``, all by default, as runs of the sources' rows, in order."""

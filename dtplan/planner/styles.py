@@ -8,7 +8,7 @@ ranks is only what the bound moves say. Nothing is dispatched through DTensor in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from dtplan._errors import ApplyError
 from dtplan.planner import collectives as coll
 from dtplan.planner.bound import BoundModule, BoundMove, BoundTensor
 from dtplan.planner.collectives import Group
+from dtplan.planner.localize import divide
+from dtplan.planner.stored import Stored
 
 Forward = Callable[..., Any]
 
@@ -75,6 +77,8 @@ class Tp:
     made: dict[str, nn.Parameter] = field(default_factory=dict)
     """Full name -> its new parameter, for the other names of a tied one."""
     blocks: dict[str, BlockInput] = field(default_factory=dict)
+    stored: dict[str, Stored] = field(default_factory=dict)
+    """Full name of a parameter with a fused dim -> how that dim is put together."""
     views: dict[str, Views] = field(default_factory=dict)
     """Full module name -> what an entered scope read for it."""
 
@@ -107,8 +111,7 @@ class Sharded(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for tensor in self.bound.tensors:
             self._distribute(module, tensor)
-        for attribute in self.bound.localize:
-            setattr(module, attribute, getattr(module, attribute) // self.tp.group.size)
+        divide(module, self.bound.localize, self.tp.group.size)
         wrap(module, self.bound, self.name, self.tp)
         return module
 
@@ -123,10 +126,20 @@ class Sharded(ParallelStyle):
         if made is None:
             old = module._parameters[bound.name]
             assert old is not None
-            # src_data_rank=None: every rank cuts what it has; that ranks agree was checked before.
-            cut = distribute_tensor(old.data, self.tp.mesh, [torch_placement(bound)], src_data_rank=None)
-            made = nn.Parameter(cut, requires_grad=old.requires_grad)
+            if isinstance(old, DTensor):  # a fused layer's, put together from those of the modules that it replaces
+                return
+            made = nn.Parameter(self._cut(old.data, bound, full_name), requires_grad=old.requires_grad)
         module._parameters[bound.name] = self.tp.made[full_name] = made
+
+    def _cut(self, whole: Tensor, bound: BoundTensor, full_name: str) -> DTensor:
+        """The DTensor of what the rank keeps; every rank cuts what it has, that ranks agree was checked before."""
+        if not bound.sections:
+            return distribute_tensor(whole, self.tp.mesh, [torch_placement(bound)], src_data_rank=None)
+        dim = bound.placement.dim
+        assert dim is not None
+        self.tp.stored[full_name] = Stored.of(full_name, bound.sections, dim, self.tp.group.size)
+        own = [coll.own_part(part, dim, self.tp.group) for part in whole.split(bound.sections, dim)]
+        return DTensor.from_local(torch.cat(own, dim), self.tp.mesh, [Shard(dim)], run_check=False)
 
 
 def torch_placement(bound: BoundTensor) -> Placement:
@@ -147,12 +160,17 @@ def wrap(module: nn.Module, bound: BoundModule, name: str, tp: Tp) -> None:
         forward = reading_block_input(forward, block, name)
     if bound.shared is not None:
         forward = with_block_input(forward, bound, tp.blocks.setdefault(name, BlockInput()), tp)
-    elif bound.inputs:
+    elif around(bound.inputs):
         forward = with_inputs(forward, bound, tp)
-    if any(move.op != "keep" or move.global_shape for move in bound.outputs):
+    if any(move.op != "keep" or move.global_shape for move in around(bound.outputs)):
         forward = with_outputs(forward, bound, tp)
     if forward is not before:
         module.forward = functools.wraps(before)(forward)
+
+
+def around(moves: Iterable[BoundMove]) -> list[BoundMove]:
+    """The moves that are put around a module; a fused layer does the others itself."""
+    return [move for move in moves if not move.inside]
 
 
 def with_local_parameters(module: nn.Module, inner: Forward, bound: BoundModule, tp: Tp, views: Views) -> Forward:
@@ -210,7 +228,7 @@ def with_inputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
     """Change the layouts of inputs before ``inner``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        for move in bound.inputs:
+        for move in around(bound.inputs):
             change = functools.partial(moved, move=move, tp=tp, where=bound.pattern)
             args, kwargs = replaced(args, kwargs, move, change)
         return inner(*args, **kwargs)
@@ -220,7 +238,7 @@ def with_inputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
 
 def with_outputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
     """Change the layouts of outputs after ``inner``."""
-    moves = [move for move in bound.outputs if move.op != "keep" or move.global_shape]
+    moves = [move for move in around(bound.outputs) if move.op != "keep" or move.global_shape]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = inner(*args, **kwargs)

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from dtplan.plan.spec import Layout
 from dtplan.planner.bound import BoundModule, BoundPlan, BoundTensor
 from dtplan.planner.loss import causal_lm_loss
+from dtplan.planner.stored import Stored
 from dtplan.prove.held import DISAGREE, MISSING, NO_FIT, PARTIAL, RIGHT, SHAPE, TIMES, Held, held
-from dtplan.prove.oracle import BOUND, float64_casts, whole
+from dtplan.prove.oracle import BOUND, float64_casts, logits_of, wholes
 from dtplan.prove.ranks import Job, part_of, sharded_model
 from dtplan.prove.result import Finding
 from dtplan.prove.simulated import simulated_ranks
@@ -57,7 +58,7 @@ def _watch(rank: int, job: Job, ranks: list[Evidence]) -> None:
         sharded = sharded_model(job)
         batch, _ = part_of(job, rank)
         with float64_casts(), seen.walk.of(sharded):
-            logits = sharded(input_ids=batch["input_ids"], use_cache=False).logits
+            logits = logits_of(sharded, batch)
         seen.logits = logits.shape
         with float64_casts():
             causal_lm_loss(logits, batch["labels"]).backward()
@@ -65,9 +66,13 @@ def _watch(rank: int, job: Job, ranks: list[Evidence]) -> None:
         seen.error = error
         raise
     alone = job.leg.ranks == job.leg.tp
-    for name, parameter in sharded.named_parameters():
-        if (grad := parameter.grad) is not None:
-            seen.grads[name] = grad.to_local() if alone and isinstance(grad, DTensor) else whole(grad)
+    grads = {name: parameter.grad for name, parameter in sharded.named_parameters() if parameter.grad is not None}
+    seen.grads = {name: local_grad(grad) for name, grad in grads.items()} if alone else wholes(sharded, grads)
+
+
+def local_grad(grad: Tensor) -> Tensor:
+    """What the rank holds."""
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 class _Case:
@@ -176,6 +181,8 @@ class _Case:
         if name in self.job.zero:
             return Held(RIGHT)  # rounding about zero explains nothing
         _, tensor = self.tensors[name]
+        if tensor.sections and self.job.leg.ranks == self.job.leg.tp:
+            truth = Stored.of(name, tensor.sections, tensor.placement.dim or 0, self.job.leg.tp).join({name: truth})
         return held(parts, truth, None, self.units.get(tensor.unit or "", 0))
 
     def _wrong_grad(self, name: str, found: Held) -> Finding:

@@ -31,6 +31,7 @@ _PRELOAD = (
     "torch.distributed.tensor",
     "transformers",
     "dtplan.prove.pool",
+    "dtplan.prove.ranks",
 )
 
 _SETTLE_S = 2.0

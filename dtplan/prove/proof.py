@@ -21,7 +21,7 @@ from dtplan.planner.bind import bind, find_plan
 from dtplan.planner.meta import meta_model
 from dtplan.prove.diagnose import diagnose
 from dtplan.prove.oracle import BOUND, Outcome, outcome
-from dtplan.prove.pool import GlooPool
+from dtplan.prove.pool import GlooPool, Kept
 from dtplan.prove.ranks import STEPPED, STEPS, Job, errors_on_rank, train
 from dtplan.prove.result import Finding, Leg, LegResult, Proof
 from dtplan.prove.shrink import CannotProveError, Choice, live_model, shrink, token_batch
@@ -29,6 +29,7 @@ from dtplan.prove.simulated import simulated_ranks
 from dtplan.prove.walk import Walk
 
 Switch = Literal["off", "on", "both"]
+Ranks = GlooPool | Kept
 OnLeg = Callable[[LegResult | None, int], None]
 _ROWS = 4
 _LENGTH = 16
@@ -102,19 +103,24 @@ def prove_model(
     legs: Sequence[Leg],
     seed: int = 0,
     choices: tuple[Choice, ...] = (),
+    batch: Mapping[str, Tensor] | None = None,
+    steps: int = STEPS,
     explain: bool = True,
+    pool: Ranks | None = None,
     on_leg: OnLeg = lambda _result, _legs: None,
 ) -> Proof:
     """The legs of a model that ``make`` builds: float64, live, every parameter random.
 
-    Without ``explain`` a refuted leg is not run again to say why.
+    ``batch``: instead of random tokens; its rows are divided among data-parallel ranks. Without ``explain`` a refuted
+    leg is not run again to say why. ``pool``: for legs on gloo processes, instead of a new one.
     """
-    job, walk = job_of(make(), plan, legs[0], legs, seed=seed)
+    job, walk = job_of(make(), plan, legs[0], legs, seed=seed, batch=batch, steps=steps)
     on_leg(None, len(legs))
     results = []
     for leg in legs:
-        results.append(_run(dataclasses.replace(job, leg=leg), walk if explain else None))
+        results.append(_run(dataclasses.replace(job, leg=leg), walk if explain else None, pool))
         on_leg(results[-1], len(legs))
+    rows, length = next(iter(job.batch.values())).shape[:2]
     return Proof(
         plan=given,
         digest=plan.digest,
@@ -122,7 +128,7 @@ def prove_model(
         architecture=type(job.model).__name__,
         seed=seed,
         bound=BOUND,
-        batch=(_ROWS, job.batch["input_ids"].shape[1]),
+        batch=(rows, length),
         versions=_versions(),
         choices=choices,
         legs=tuple(results),
@@ -130,13 +136,24 @@ def prove_model(
     )
 
 
-def job_of(model: nn.Module, plan: Plan, leg: Leg, legs: Sequence[Leg], *, seed: int) -> tuple[Job, Walk]:
+def job_of(
+    model: nn.Module,
+    plan: Plan,
+    leg: Leg,
+    legs: Sequence[Leg],
+    *,
+    seed: int,
+    batch: Mapping[str, Tensor] | None = None,
+    steps: int = STEPS,
+) -> tuple[Job, Walk]:
     """What ranks of ``leg`` need to know, the truth included; the batch is the same for all ``legs``."""
-    batch = token_batch(model.config, rows=_ROWS, length=_length(leg.tp for leg in legs), seed=seed)
-    walk, truth, stepped = _unsharded_run(model, batch)
+    if batch is None:
+        batch = token_batch(model.config, rows=_ROWS, length=_length(leg.tp for leg in legs), seed=seed)
+    walk, truth, stepped = _unsharded_run(model, batch, steps)
     largest = max(grad.abs().max().item() for grad in truth.grads.values())
     zero = frozenset(name for name, grad in truth.grads.items() if grad.abs().max().item() <= _ZERO * largest)
-    return Job(model=model, batch=batch, plan=plan, leg=leg, truth=truth, stepped=stepped, zero=zero), walk
+    told = Job(model=model, batch=batch, plan=plan, leg=leg, truth=truth, stepped=stepped, zero=zero, steps=steps)
+    return told, walk
 
 
 def _length(degrees: Iterable[int]) -> int:
@@ -145,7 +162,9 @@ def _length(degrees: Iterable[int]) -> int:
     return step * math.ceil(_LENGTH / step)
 
 
-def _unsharded_run(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Walk, Outcome, dict[str, Tensor]]:
+def _unsharded_run(
+    model: nn.Module, batch: Mapping[str, Tensor], steps: int
+) -> tuple[Walk, Outcome, dict[str, Tensor]]:
     """The truth: what every module gave, the outcome of one step, the parameters after all steps."""
     walk, reference = Walk(), copy.deepcopy(model)
     try:
@@ -157,21 +176,21 @@ def _unsharded_run(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Walk,
             f"({type(error).__name__}: {_line(error)}): nothing is said about the plan"
         ) from error
     truth = Outcome(truth.logits, truth.loss, {name: grad.clone() for name, grad in truth.grads.items()})
-    train(reference, batch, clip=nn.utils.clip_grad_norm_)
+    train(reference, batch, clip=nn.utils.clip_grad_norm_, steps=steps)
     return walk, truth, {name: p.detach() for name, p in reference.named_parameters()}
 
 
-def _run(job: Job, walk: Walk | None) -> LegResult:
+def _run(job: Job, walk: Walk | None, pool: Ranks | None) -> LegResult:
     """One leg: bound, run on its world, and diagnosed where it fails."""
     start = time.perf_counter()
     try:
-        told = _compared(job, walk)
+        told = _compared(job, walk, pool)
     except BindError as error:
         told = LegResult(leg=job.leg, verdict="refuted", findings=refusals(error))
     return dataclasses.replace(told, seconds=round(time.perf_counter() - start, 3))
 
 
-def _compared(job: Job, walk: Walk | None) -> LegResult:
+def _compared(job: Job, walk: Walk | None, pool: Ranks | None) -> LegResult:
     leg = job.leg
     bound = bind(
         job.model,
@@ -185,7 +204,7 @@ def _compared(job: Job, walk: Walk | None) -> LegResult:
     if later := sorted({wanted for module in bound.modules for wanted in module.later}):
         return LegResult(leg=leg, verdict="not run", reason=f"parallelize cannot do yet: {', '.join(later)}")
     try:
-        ranks = _on_its_world(job)
+        ranks = _on_its_world(job, pool)
     except Exception as error:  # noqa: BLE001 - what a model raises under a wrong plan is a finding
         pool_failed = leg.world == "gloo processes" and isinstance(error, ApplyError)
         if pool_failed or "were not all done" in str(error):  # slow, or a matter of the machine
@@ -199,7 +218,7 @@ def _compared(job: Job, walk: Walk | None) -> LegResult:
         leg=leg,
         verdict="refuted" if wrong else "proved",
         tensors=len(worst),
-        steps=STEPS if any(name.startswith(STEPPED) for name in worst) else 0,
+        steps=job.steps if any(name.startswith(STEPPED) for name in worst) else 0,
         largest_error=worst[largest],
         largest_at=largest,
         wrong=wrong,
@@ -207,8 +226,12 @@ def _compared(job: Job, walk: Walk | None) -> LegResult:
     )
 
 
-def _on_its_world(job: Job) -> list[dict[str, float]]:
+def _on_its_world(job: Job, pool: Ranks | None) -> list[dict[str, float]]:
     if job.leg.world == "gloo processes":
+        if isinstance(pool, GlooPool):
+            return pool.run(errors_on_rank, job, ranks=job.leg.ranks)
+        if pool is not None:
+            return pool.run(errors_on_rank, job)
         with GlooPool(job.leg.ranks, preload=(type(job.model).__module__,), timeout_s=300) as pool:
             return pool.run(errors_on_rank, job)
     return simulated_ranks(job.leg.ranks, errors_on_rank, job)

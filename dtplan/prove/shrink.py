@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dtplan._errors import DtplanError
 
+M = TypeVar("M", bound=nn.Module)
 OLDEST_TORCH = (2, 11)
 
 
@@ -192,8 +193,12 @@ def _is_dropout(key: str) -> bool:
 
 
 def live_model(cls: type[nn.Module], config: Any, seed: int) -> nn.Module:
-    """``cls(config)`` in float64 with random parameters: none has a gradient that is small by symmetry."""
-    model = cls(config).double().train()
+    """``cls(config)`` in float64 with random parameters."""
+    return randomized(cls(config).double().train(), seed)
+
+
+def randomized(model: M, seed: int) -> M:
+    """``model`` with parameters drawn anew: none has a gradient that is small by symmetry."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

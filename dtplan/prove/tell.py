@@ -14,8 +14,11 @@ from dtplan.prove.result import Finding, LegResult, Proof
 _MARKS = {"proved": "ok", "refuted": "WRONG", "not run": "NOT RUN"}
 
 
-def as_text(proof: Proof) -> str:
-    """What was run, each leg in a line, each cause with its rule and advice, and the verdict."""
+def as_text(proof: Proof, again: str = "") -> str:
+    """What was run, each leg in a line, each cause with its rule and advice, and the verdict.
+
+    ``again``: how to run it again, where that is not the command line.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in proof.versions.items())
     rows, length = proof.batch
     lines = [
@@ -36,7 +39,7 @@ def as_text(proof: Proof) -> str:
         lines += _leg(leg)
     lines += ["", _verdict(proof)]
     if proof.verdict == "refuted":
-        lines.append(f"again: {proof.replay}")
+        lines.append(f"again: {again or proof.replay}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,311 @@
+"""What `benchmarks/step.py` times: one mode in processes of its own, which wait for their turn.
+
+A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism. Tags:
+`compile` (each decoder layer), `cudnn` (torch's attention on cuDNN in place of flash), `overlap` (inductor moves work
+between a collective and its wait), `adamw` (an optimizer step in the step).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("UB_SKIPMC", "1")  # no multicast: it can hang a host that others share
+if any(word in sys.argv[1] for word in (" te", "megatron")):
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # a collective that is launched first also runs first
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import dtplan
+
+GIB = 1 << 30
+SHAPES: dict[str, dict[str, int]] = json.loads((Path(__file__).parent / "shapes.json").read_text())
+
+
+def live(args: SimpleNamespace) -> nn.Module:
+    """The same bf16 model on every rank, with fewer layers than the real one."""
+    shape = SHAPES[args.model]
+    common: dict[str, Any] = {
+        "vocab_size": shape["vocabulary"],
+        "hidden_size": shape["width"],
+        "intermediate_size": shape["ffn"],
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": shape["heads"],
+        "max_position_embeddings": args.sequence,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        if args.model.startswith("neox"):
+            # tanh-gelu, so that every mode computes the same function
+            return GPTNeoXForCausalLM(GPTNeoXConfig(**common, hidden_act="gelu_new")).to(torch.bfloat16)
+        return LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=shape["kv"])).to(torch.bfloat16)
+
+
+def layers_of(model: nn.Module) -> Any:
+    """The decoder layers."""
+    base = getattr(model, getattr(model, "base_model_prefix", "model"))
+    return base.layers
+
+
+def tp_mesh() -> Any:
+    """All ranks on one tp axis."""
+    return init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def with_dtplan(words: list[str], args: SimpleNamespace) -> nn.Module:
+    """`dtplan [te bf16|te fp8 RECIPE] [sp]`."""
+    options: dict[str, Any] = {"te": "require" if "te" in words else "off", "sequence_parallel": "sp" in words}
+    if "fp8" in words:
+        options["fp8"] = words[words.index("fp8") + 1]
+    return dtplan.parallelize(live(args), tp_mesh(), loss_parallel=True, **options)
+
+
+def with_hand_plan(words: list[str], args: SimpleNamespace) -> nn.Module:
+    """A careful plan of torch's own styles: grouped inputs, as a user of parallelize_module would write it."""
+    sequence_parallel = "sp" in words
+    between = Shard(1) if sequence_parallel else Replicate()
+    out = functools.partial(RowwiseParallel, output_layouts=between, use_local_output=not sequence_parallel)
+    plan: dict[str, Any] = {
+        "model.embed_tokens": out(input_layouts=Replicate()),
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        ),
+        "model.layers.*.mlp": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        "model.layers.*.self_attn.o_proj": out(),
+        "model.layers.*.mlp.down_proj": out(),
+        "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    if sequence_parallel:
+        for name in ("model.norm", "model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm"):
+            plan[name] = SequenceParallel(use_local_output=False)
+    return parallelize_module(live(args), tp_mesh(), plan)
+
+
+def with_transformers(words: list[str], args: SimpleNamespace) -> nn.Module:
+    """Transformers' own tensor parallelism, which loads from a folder."""
+    folder = Path(args.folder) / f"{args.model}-{args.layers}"
+    if dist.get_rank() == 0 and not (folder / "config.json").exists():
+        live(args).save_pretrained(folder)
+    dist.barrier()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.bfloat16)
+    return model
+
+
+def with_fsdp(words: list[str], args: SimpleNamespace) -> nn.Module:
+    """FSDP2 alone: every rank has its own part of the batch."""
+    model = live(args)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Megatron(nn.Module):
+    """Megatron-core's GPT of the same shape, called as a model of transformers is."""
+
+    def __init__(self, words: list[str], args: SimpleNamespace) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        super().__init__()
+        shape, world = SHAPES[args.model], dist.get_world_size()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        options: dict[str, Any] = {}
+        if "fp8" in words:
+            recipe = {"current": "tensorwise", "delayed": "delayed", "block": "blockwise"}[
+                words[words.index("fp8") + 1]
+            ]
+            options = {"fp8": "hybrid" if recipe != "blockwise" else "e4m3", "fp8_recipe": recipe}
+        if "overlap" in words:
+            from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
+
+            mode = UserBufferQuantizationMode.FP8 if "fp8" in words else UserBufferQuantizationMode.NONE
+            tokens = [args.sequence * args.batch, shape["width"]]
+            initialize_ub(tokens, world, quantization_modes=[mode], dtype=torch.bfloat16, bootstrap_backend="nccl")
+            options["tp_comm_overlap"] = True
+        config = TransformerConfig(
+            num_layers=args.layers,
+            hidden_size=shape["width"],
+            ffn_hidden_size=shape["ffn"],
+            num_attention_heads=shape["heads"],
+            num_query_groups=shape["kv"],
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            bias_activation_fusion=True,
+            masked_softmax_fusion=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16,
+            tensor_model_parallel_size=world,
+            sequence_parallel="sp" in words,
+            apply_rope_fusion=True,
+            cross_entropy_loss_fusion=True,
+            gradient_accumulation_fusion=False,
+            **options,
+        )
+        spec = get_gpt_layer_with_transformer_engine_spec()
+        self.gpt = GPTModel(
+            config,
+            spec,
+            shape["vocabulary"],
+            args.sequence,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        )
+        self.gpt.cuda().bfloat16()
+        self.positions = torch.arange(args.sequence, device="cuda")[None]
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        """The mean loss. Megatron does not shift labels; the work is the same."""
+        positions = self.positions.expand(input_ids.shape[0], -1)
+        return SimpleNamespace(loss=self.gpt(input_ids, positions, None, labels=labels).mean())
+
+
+MAKERS: dict[str, Callable[[list[str], SimpleNamespace], nn.Module]] = {
+    "dtplan": with_dtplan,
+    "hand": with_hand_plan,
+    "transformers": with_transformers,
+    "fsdp2": with_fsdp,
+    "megatron": Megatron,
+}
+
+
+class Mode:
+    """The model of one mode, its batch, and a step."""
+
+    def __init__(self, mode: str, args: SimpleNamespace) -> None:
+        name, *tags = mode.split("+")
+        words = name.split()
+        if "cudnn" in tags:
+            torch.backends.cuda.enable_flash_sdp(False)
+        if "overlap" in tags:
+            torch._inductor.config.reorder_for_compute_comm_overlap = True  # type: ignore[attr-defined]  # noqa: SLF001
+        self.model = MAKERS[words[0]](words, args).train()
+        if "compile" in tags:
+            for layer in layers_of(self.model):
+                layer.compile()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True) if "adamw" in tags else None
+        data_ranks = dist.get_world_size() if words[0] == "fsdp2" else 1
+        self.rows = max(1, args.batch // data_ranks)
+        self.tokens = self.rows * data_ranks * args.sequence
+        generator = torch.Generator().manual_seed(dist.get_rank() if data_ranks > 1 else 0)
+        vocabulary = SHAPES[args.model]["vocabulary"]
+        self.ids = torch.randint(0, vocabulary, (self.rows, args.sequence), generator=generator).cuda()
+
+    def step(self) -> float:
+        """Forward and backward; gradients are dropped."""
+        loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return float(loss.detach())
+
+    def round(self, steps: int) -> dict[str, Any]:
+        """Seconds of each of some steps after two that are not counted, the peak memory, and the loss."""
+        for _ in range(2):
+            loss = self.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(steps):
+            dist.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.step()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        peak = torch.cuda.max_memory_allocated() / GIB
+        gc.collect()
+        torch.cuda.empty_cache()  # the other modes need the room
+        return {"seconds": seconds, "peak_gib": peak, "loss": loss, "tokens": self.tokens}
+
+
+def matrix_rate(size: int = 8192) -> float:
+    """FLOP/s of a large bf16 matrix product on random data, measured here and now."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(5):
+        a @ b
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(30):
+        a @ b
+    torch.cuda.synchronize()
+    rate = 30 * 2 * size**3 / (time.perf_counter() - start)
+    del a, b
+    torch.cuda.empty_cache()
+    return rate
+
+
+def main() -> None:
+    """Build the mode, then do what the parent asks for until it says `end`."""
+    mode, port, settings = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    args = SimpleNamespace(**{key: int(value) if value.isdecimal() else value for key, value in _pairs(settings)})
+    dtplan.init(tensor_parallel_degree=int(os.environ.get("WORLD_SIZE", "1")))
+    parent = Client(("127.0.0.1", port), authkey=b"step") if dist.get_rank() == 0 else None
+    talk = dist.new_group(backend="gloo")
+    if parent is not None:
+        parent.send(mode)
+    built: Mode | None = None
+    while True:
+        asked = [parent.recv() if parent is not None else None]
+        dist.broadcast_object_list(asked, src=0, group=talk)
+        match asked[0]:
+            case "build":
+                built = Mode(mode, args)
+                answer: Any = built.step()
+                built.step()
+                gc.collect()
+                torch.cuda.empty_cache()
+            case "rate":
+                answer = matrix_rate()
+            case int(steps):
+                assert built is not None
+                answer = built.round(steps)
+            case _:
+                break
+        if parent is not None:
+            parent.send(answer)
+    dist.destroy_process_group()
+
+
+def _pairs(settings: list[str]) -> list[tuple[str, str]]:
+    return [(key, value) for key, value in zip(settings[::2], settings[1::2], strict=True)]
+
+
+if __name__ == "__main__":
+    main()

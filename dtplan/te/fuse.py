@@ -1,0 +1,95 @@
+"""The door to this room: what `parallelize` is to fuse, and how it does so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtplan._errors import ApplyError
+from dtplan.planner.bound import BoundPlan
+from dtplan.planner.styles import Tp
+from dtplan.te import engine as engines
+from dtplan.te.choose import choose
+from dtplan.te.engine import Engine
+from dtplan.te.fused import Choice
+from dtplan.te.install import install
+from dtplan.te.precision import quantise, recipe_of, recomputing, refuse_quantised_parameters
+from dtplan.te.rebind import rebound
+
+Te = Literal["auto", "require", "off"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusing:
+    """A bound plan with its fused layers, and TransformerEngine, if any of them is to be used."""
+
+    bound: BoundPlan
+    choice: Choice = field(default_factory=Choice)
+    engine: Engine | None = None
+    recipe: Any = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def install(self, model: nn.Module, tp: Tp) -> None:
+        """Put the fused layers into the model."""
+        if self.engine is None:
+            return
+        install(model, self.choice.fused, tp, self.engine, self.dtype)
+        if self.recipe is not None:
+            quantise(model, self.recipe, self.engine, dist.group.WORLD)
+
+    @property
+    def recomputing(self) -> Callable[[Any], Any] | None:
+        """How a unit with FP8 layers is recomputed; None: as any other."""
+        if self.engine is None or self.recipe is None:
+            return None
+        return functools.partial(recomputing, self.engine)
+
+
+def fuse(model: nn.Module, bound: BoundPlan, *, te: Te, fp8: Any, device: str, dtype: torch.dtype) -> Fusing:
+    """Decide what is fused; nothing is changed.
+
+    Raises:
+        ApplyError: ``te`` is no word that is known; a layer cannot be fused and ``te`` is ``"require"``; or ``fp8``
+            is asked for and nothing is fused.
+    """
+    if te not in ("auto", "require", "off"):
+        raise ApplyError(f"te={te!r}: give 'auto', 'require' or 'off'")
+    engine = "te='off'" if te == "off" else usable(device, dtype)
+    if isinstance(engine, str):
+        if te == "require":
+            raise ApplyError(f"te='require': {engine}")
+        if fp8 is not None:
+            raise ApplyError(f"fp8={fp8!r} needs fused layers: {engine}")
+        return Fusing(bound=bound)
+    recipe = None if fp8 is None else recipe_of(fp8, engine)
+    refuse_quantised_parameters(model)
+    choice = choose(model, bound, fp8=fp8 is not None)
+    if te == "require" and (choice.kept or not choice.fused):
+        kept = "; ".join(f"{k.where}: {k.reason}" for k in choice.kept) or f"plan {bound.plan} declares none in `te`"
+        raise ApplyError(f"te='require': not every layer can be fused: {kept}")
+    if fp8 is not None and not choice.fused:
+        raise ApplyError(
+            f"fp8={fp8!r} needs fused layers, and none can be used: " + "; ".join(k.reason for k in choice.kept)
+        )
+    if not choice.fused:
+        return Fusing(bound=bound, choice=choice)
+    return Fusing(bound=rebound(bound, choice.fused), choice=choice, engine=engine, recipe=recipe, dtype=dtype)
+
+
+def usable(device: str, dtype: torch.dtype) -> Engine | str:
+    """TransformerEngine for layers on ``device`` that compute in ``dtype``, or why not."""
+    engine = engines.find()
+    if isinstance(engine, str):
+        return engine
+    if device not in engine.devices:
+        return f"its layers run on {', '.join(sorted(engine.devices))}, the mesh is of {device}"
+    if dtype not in engine.dtypes:
+        allowed = ", ".join(sorted(str(d).removeprefix("torch.") for d in engine.dtypes))
+        return f"its layers compute in {allowed}, the model in {str(dtype).removeprefix('torch.')}"
+    return engine

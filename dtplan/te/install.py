@@ -1,0 +1,233 @@
+"""Put fused layers into a model: their modules, their parameters, and what is left of the modules they replace.
+
+A norm that is fused hands its input on through a mailbox, and returns NaNs of the right shape: whoever reads it besides
+the fused layer turns the loss into NaN, and does not train on something else. The fused layer runs when the region that
+reads the norm is entered; the region's own linear layers then hand its parts out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dtplan._errors import ApplyError
+from dtplan.plan.spec import R
+from dtplan.planner import collectives as coll
+from dtplan.planner.bound import BoundMove
+from dtplan.planner.stored import Part, Stored
+from dtplan.planner.styles import Forward, Tp, replaced
+from dtplan.te.engine import Engine
+from dtplan.te.fused import Fused, FusedTensor
+from dtplan.te.tokens import Tokens
+
+
+@dataclass(slots=True)
+class Mailbox:
+    """The input of a norm on its way to the fused layer, and the NaNs that went out in its place."""
+
+    name: str
+    value: Tensor | None = None
+    nans: Tensor | None = None
+    _nan: Tensor | None = field(default=None, repr=False)
+
+    def put(self, x: Tensor) -> Tensor:
+        """Keep ``x``; what the norm returns instead."""
+        self.value, self.nans = x, self.nothing(x, x.shape)
+        return self.nans
+
+    def take(self, passed: object, reader: str) -> Tensor:
+        """What the norm was given, if ``passed`` is what it returned.
+
+        Raises:
+            ApplyError: the region reads something else, so fusing the norm into it is wrong.
+        """
+        x, nans, self.value, self.nans = self.value, self.nans, None, None
+        if x is None or not isinstance(passed, Tensor) or passed is not nans:
+            raise ApplyError(
+                f"{reader} does not read what {self.name} returns, so the norm cannot be fused into it: take the "
+                "layer out of the plan's `te`, or use te='off'"
+            )
+        return x
+
+    def nothing(self, like: Tensor, shape: Iterable[int]) -> Tensor:
+        """NaNs of a shape, which take no memory."""
+        if self._nan is None or self._nan.device != like.device or self._nan.dtype != like.dtype:
+            self._nan = like.new_full((), float("nan")).detach()
+        return self._nan.expand(*shape)
+
+
+class FusedNorm(nn.Module):
+    """In place of a norm that became a part of a fused layer."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        super().__init__()
+        self.mailbox = mailbox
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hand ``x`` on to the fused layer."""
+        return self.mailbox.put(x)
+
+
+class Outlet(nn.Module):
+    """In place of a linear layer that became a part of a fused one: hands out its part of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Tensor | None = None
+
+    def forward(self, _: Tensor) -> Tensor:
+        """The part that the fused layer computed."""
+        assert self.value is not None
+        return self.value
+
+
+def install(model: nn.Module, fused: Iterable[Fused], tp: Tp, engine: Engine, dtype: torch.dtype) -> None:
+    """Replace modules in place; ``tp.stored`` learns how the new parameters are put together."""
+    for layer in fused:
+        _Installer(model, layer, tp, engine, dtype).run()
+
+
+class _Installer:
+    def __init__(self, model: nn.Module, layer: Fused, tp: Tp, engine: Engine, dtype: torch.dtype) -> None:
+        self.model, self.layer, self.tp, self.engine, self.dtype = model, layer, tp, engine, dtype
+        # the residual stream is cut where the norm's own gradient is a partial sum, or a row layer scatters
+        cut = any(move.op in ("gather", "scatter") for move in (*layer.inputs, *layer.outputs) if move.inside)
+        self.tokens = Tokens(tp.group if cut else None)
+
+    def run(self) -> None:
+        """One layer."""
+        parameters = {tensor.bound.name: self._parameter(tensor) for tensor in self.layer.tensors}
+        module = self._module()
+        made = [name for name, _ in module.named_parameters()]
+        if set(made) != set(parameters):
+            raise ApplyError(
+                f"{self.layer.name}: TransformerEngine {self.engine.version} gives {self.layer.layer} the parameters "
+                f"{', '.join(made)}; {', '.join(parameters)} were expected: use te='off' and report it"
+            )
+        module._parameters.update(parameters)
+        if self.layer.norm is not None:
+            mailbox = Mailbox(self.layer.norm)
+            _set(self.model, self.layer.norm, FusedNorm(mailbox))
+            self._enter(module, mailbox)
+        elif self.layer.row is not None:
+            module.forward = self.tokens.row(module.forward)
+        if self.layer.name != self.layer.region or self.layer.layer == "LayerNormMLP":
+            _set(self.model, self.layer.name, module)
+
+    def _enter(self, module: nn.Module, mailbox: Mailbox) -> None:
+        """Run the fused layer where its region is entered."""
+        layer = self.layer
+        assert layer.region is not None
+        if layer.layer == "LayerNormMLP":
+            module.forward = taking(self.tokens.same(module.forward), mailbox, layer.region)
+            return
+        region = self.model.get_submodule(layer.region)
+        outlets = [Outlet() for _ in layer.columns]
+        for name, outlet in zip(layer.columns, outlets, strict=True):
+            _set(self.model, name, outlet)
+        weight = next(t.bound for t in layer.tensors if t.bound.name == "weight")
+        sizes = [rows // self.tp.group.size for rows in weight.sections or weight.shape[:1]]
+        module.forward = self.tokens.column(module.forward)
+        region.forward = entering(region.forward, module, mailbox, outlets, sizes, layer)
+
+    def _module(self) -> nn.Module:
+        """The TransformerEngine layer, without memory for parameters."""
+        layer, tp = self.layer, self.tp
+        options: dict[str, Any] = {"params_dtype": self.dtype, "device": "meta"}
+        if layer.normalization is not None:
+            options |= {"eps": layer.normalization.eps, "zero_centered_gamma": layer.normalization.zero_centered}
+        tensors = {t.bound.name: t.bound for t in layer.tensors}
+        if layer.layer in ("RMSNorm", "LayerNorm"):
+            width = tensors["weight"].shape[0]
+            return self._made(width, dtype=options.pop("params_dtype"), **options)
+        size = tp.group.size if layer.communicates else 1
+        if size > 1:
+            options |= {"tp_group": tp.mesh.get_group(), "tp_size": size, "sequence_parallel": self.tokens.cut}
+        if layer.normalization is not None:
+            options["normalization"] = layer.normalization.kind
+        if layer.layer == "LayerNormMLP":
+            inner, outer = tensors["fc2_weight"].local_shape[1] * size, tensors["fc2_weight"].shape[0]
+            options |= {"activation": layer.activation, "set_parallel_mode": size > 1, "bias": "fc2_bias" in tensors}
+            return self._made(outer, inner, **options)
+        mode, weight = ("column" if layer.columns else "row"), tensors["weight"]
+        rows, columns = weight.local_shape[0], weight.local_shape[1]
+        rows, columns = (rows * size, columns) if mode == "column" else (rows, columns * size)
+        return self._made(columns, rows, parallel_mode=mode if size > 1 else None, bias="bias" in tensors, **options)
+
+    def _made(self, *sizes: int, **options: Any) -> nn.Module:
+        made: nn.Module = _without_extra_state(getattr(self.engine.layers, self.layer.layer))(*sizes, **options)
+        return made
+
+    def _parameter(self, tensor: FusedTensor) -> nn.Parameter:
+        """The rank's parts of the sources, one after another, as a DTensor on tp."""
+        bound, group = tensor.bound, self.tp.group
+        sources = [self.model.get_parameter(name) for name in tensor.sources]
+        dim = bound.placement.dim
+        own = [source.data if dim is None else coll.own_part(source.data, dim, group) for source in sources]
+        local = own[0] if len(own) == 1 else torch.cat(own, dim or 0)
+        placement = Replicate() if dim is None else Shard(dim)
+        made = DTensor.from_local(local, self.tp.mesh, [placement], run_check=False)
+        full_name = f"{self.layer.name}.{bound.name}"
+        if tensor.sources != (full_name,):
+            parts = tuple(
+                Part(source=name, start=0, size=source.shape[dim or 0])
+                for name, source in zip(tensor.sources, sources, strict=True)
+            )
+            degree = 1 if len(parts) == 1 else group.size
+            self.tp.stored[full_name] = Stored(dim=dim or 0, tp=degree, parts=parts)
+        return nn.Parameter(made, requires_grad=bound.trainable)
+
+
+def taking(inner: Forward, mailbox: Mailbox, reader: str) -> Forward:
+    """A fused layer that stands in its region's place and reads the norm's mailbox."""
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = inner(mailbox.take(x, reader))
+        return out
+
+    return forward
+
+
+def entering(
+    inner: Forward, fused: nn.Module, mailbox: Mailbox, outlets: list[Outlet], sizes: list[int], layer: Fused
+) -> Forward:
+    """A region that runs ``fused`` first and hands the parts of its output to ``outlets``."""
+    first = next(iter(inspect.signature(inner).parameters))
+    argument = layer.argument or BoundMove(value=0, name=first, op="keep", src=R, dst=R)
+    reader = layer.region or ""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        def run(passed: object) -> Tensor:
+            x = mailbox.take(passed, reader)
+            out: Tensor = fused(x)
+            for outlet, part in zip(outlets, out.split(sizes, -1), strict=True):
+                outlet.value = part
+            return mailbox.nothing(out, (*out.shape[:-1], x.shape[-1]))
+
+        args, kwargs = replaced(args, kwargs, argument, run)
+        if any(outlet.value is None for outlet in outlets):
+            raise ApplyError(f"{reader} was called without its argument {argument.name or argument.value}")
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            for outlet in outlets:
+                outlet.value = None
+
+    return forward
+
+
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _without_extra_state(cls: Any) -> Any:
+    """The class without `_extra_state` in its state dict: checkpoints are those of the unfused model."""
+    plain = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
+    return type(cls.__name__, (cls,), plain)

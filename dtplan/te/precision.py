@@ -1,0 +1,87 @@
+"""FP8: which recipe, and the context in which fused layers quantise."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtplan._errors import ApplyError
+from dtplan.te.engine import Engine
+
+Recipe = Literal["current", "delayed", "block"]
+RECIPES: tuple[str, ...] = get_args(Recipe)
+_BLACKWELL = ("MXFP8BlockScaling", "NVFP4BlockScaling")
+
+
+def recipe_of(fp8: Any, engine: Engine) -> Any:
+    """The recipe by its short name, or a recipe of TransformerEngine's as it is.
+
+    ``"current"`` scales by the tensor at hand and keeps no state; ``"delayed"`` by a history of maxima, which is
+    reduced over all ranks; ``"block"`` by blocks of 128.
+
+    Raises:
+        ApplyError: another word, or a recipe for other GPUs.
+    """
+    kind = type(fp8).__name__
+    if kind in _BLACKWELL:
+        raise ApplyError(f"fp8={kind}: it needs Blackwell (sm_100); on Hopper give one of {', '.join(RECIPES)}")
+    if not isinstance(fp8, str):
+        if not hasattr(fp8, "fp8_format"):
+            raise ApplyError(f"fp8={fp8!r}: give one of {', '.join(RECIPES)}, or a recipe of TransformerEngine")
+        return fp8
+    makers = {
+        "current": engine.recipes.Float8CurrentScaling,
+        "delayed": functools.partial(engine.recipes.DelayedScaling, reduce_amax=True),
+        "block": engine.recipes.Float8BlockScaling,
+    }
+    if fp8 not in makers:
+        blackwell = " (mxfp8 and nvfp4 need Blackwell)" if fp8 in ("mxfp8", "nvfp4") else ""
+        raise ApplyError(f"fp8={fp8!r}: give one of {', '.join(RECIPES)}{blackwell}, or a recipe of TransformerEngine")
+    return makers[fp8]()
+
+
+def quantise(model: nn.Module, recipe: Any, engine: Engine, group: dist.ProcessGroup | None) -> None:
+    """Run the model's forward with FP8 on; maxima are reduced over ``group``, all ranks that share a layer's tensors.
+
+    Fused layers quantise what they multiply; everything else stays as it is.
+    """
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with engine.layers.autocast(enabled=True, recipe=recipe, amax_reduction_group=group):
+            return inner(*args, **kwargs)
+
+    model.forward = forward
+
+
+def recomputing(engine: Engine, forward: Any) -> Any:
+    """Recompute ``forward`` in backward with the scales that its first run had."""
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return engine.layers.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
+
+
+def refuse_quantised_parameters(model: nn.Module) -> None:
+    """Parameters that are quantised already cannot be cut on tp.
+
+    Raises:
+        ApplyError: the model was built inside ``quantized_model_init``.
+    """
+    for name, parameter in model.named_parameters():
+        if (
+            type(parameter.data) not in (torch.Tensor, nn.Parameter)
+            and hasattr(parameter.data, "dequantize")
+            and hasattr(parameter.data, "_quantizer")
+        ):
+            raise ApplyError(
+                f"{name} is quantised already (quantized_model_init): with tensor parallelism its scale would differ "
+                "between ranks; build the model in bf16 and give fp8= to parallelize"
+            )

@@ -1,0 +1,125 @@
+"""TransformerEngine layers under tp on GPUs, against the unfused model in float32. Run on two GPUs:
+
+    torchrun --nproc-per-node 2 tests/gpu/te_job.py
+
+Prints a line a case and fails if a bound is missed. Beside each case stands what the unfused bf16 model shows on one
+GPU: rounding alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("UB_SKIPMC", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import dtplan
+from dtplan.planner.apply import applied
+from dtplan.prove.oracle import wholes
+
+BOUNDS = {None: 1.5e-2, "current": 2e-1, "delayed": 2e-1, "block": 2e-1}
+"""Relative error (Frobenius) of a gradient of one layer, by FP8 recipe."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "use_cache": False,
+    "attn_implementation": "sdpa",
+}
+
+
+def models() -> dict[str, nn.Module]:
+    """Of bf16 values, in float32."""
+    torch.manual_seed(0)
+    made: dict[str, nn.Module] = {
+        "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=4)),
+        "neox": transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES, hidden_act="gelu_new")),
+        "neox, sequential": transformers.GPTNeoXForCausalLM(
+            transformers.GPTNeoXConfig(**SIZES, hidden_act="gelu_new", use_parallel_residual=False)
+        ),
+    }
+    with torch.no_grad():
+        for model in made.values():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+                elif name.endswith("bias"):
+                    parameter.normal_(std=0.02)
+                parameter.copy_(parameter.bfloat16())
+    return {name: model.cuda().eval() for name, model in made.items()}
+
+
+def grads(model: nn.Module, batch: dict[str, Tensor], steps: int = 1) -> dict[str, Tensor]:
+    """Whole gradients in float32, after some steps (delayed scaling needs a history)."""
+    for _ in range(steps):
+        model.zero_grad()
+        model(**batch).loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.float() for name, grad in wholes(model, found).items()}
+
+
+def worst(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, str]:
+    assert found.keys() == truth.keys(), found.keys() ^ truth.keys()
+    return max(((found[n] - truth[n]).norm().item() / truth[n].norm().item(), n) for n in truth)
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any], dict[str, int]]]:
+    world = dist.get_world_size()
+    for name in ("llama", "neox", "neox, sequential"):
+        for sequence_parallel in (False, True):
+            options = {"sequence_parallel": sequence_parallel, "loss_parallel": True}
+            yield name, options, {"tp": world}
+            for fp8 in ("current", "delayed", "block"):
+                yield name, {**options, "fp8": fp8}, {"tp": world}
+    yield "llama", {"sequence_parallel": True, "activation_checkpointing": True}, {"shard": 1, "tp": world}
+    yield "llama", {"fp8": "delayed", "activation_checkpointing": True}, {"tp": world}
+    yield "llama", {"fp8": "current", "activation_checkpointing": True}, {"tp": world}
+    yield "llama", {"mixed_precision": "bf16"}, {"shard": world, "tp": 1}
+
+
+def main() -> None:
+    dtplan.init(tensor_parallel_degree=int(os.environ["WORLD_SIZE"]))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, SIZES["vocab_size"], (2, 256), generator=generator).cuda()
+    batch, failed = {"input_ids": ids, "labels": ids}, 0
+    references = models()
+    truths = {name: grads(model, batch) for name, model in references.items()}
+    for name, model in references.items():
+        error, where = worst(grads(copy.deepcopy(model).bfloat16(), batch), truths[name])
+        tell(f"{name:<18} unfused, bf16, one GPU: {error:.1e} ({where})")
+    for name, options, axes in cases():
+        mesh = init_device_mesh("cuda", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        model = copy.deepcopy(references[name])
+        model = model if "mixed_precision" in options else model.bfloat16()
+        sharded = dtplan.parallelize(model, mesh, te="require", **options)
+        assert any(module.style == "te" for module in applied(sharded).bound.modules)
+        assert not any("_extra_state" in key for key in sharded.state_dict())
+        error, where = worst(grads(sharded, batch, steps=3), truths[name])
+        bound = BOUNDS[options.get("fp8")]
+        verdict = "ok" if error <= bound else "FAILED"
+        failed += error > bound
+        tell(f"{name:<18} {axes} {options}: {error:.1e} ({where}) {verdict}")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(1 if failed else 0)
+
+
+def tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

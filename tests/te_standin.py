@@ -1,0 +1,191 @@
+"""TransformerEngine's interface on a CPU in any dtype, with its tensor parallel semantics; for tests only.
+
+What the real layers do is done here with plain torch: parameters are local, sizes are given whole, column layers gather
+rows of the first dim under sequence parallelism, row layers reduce or scatter them and add their bias afterwards.
+What would be an illegal memory access there is an error here: a DTensor, or a tensor whose collective is not done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtplan.planner import collectives as coll
+from dtplan.planner.collectives import Group
+from dtplan.te.engine import Engine
+from dtplan.te.probe import ACTIVATIONS, GATED
+
+ENTERED: list[tuple[Any, dist.ProcessGroup | None]] = []
+"""Recipe and group of every FP8 context that was entered."""
+
+
+def _empty(*shape: int, device: Any, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+
+class _Layer(nn.Module):
+    def __init__(
+        self,
+        *,
+        params_dtype: torch.dtype = torch.float32,
+        device: Any = "cpu",
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        normalization: str = "LayerNorm",
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group = None if tp_group is None else Group.of(tp_group)
+        assert (self.group.size if self.group else 1) == tp_size
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+        self.normalization, self.eps, self.zero_centered = normalization, eps, zero_centered_gamma
+        self.made: dict[str, Any] = {"device": device, "dtype": params_dtype}
+        self.tp_size = tp_size
+
+    def get_extra_state(self) -> Tensor:
+        return torch.zeros(3, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        raise AssertionError("Unsupported checkpoint format")
+
+    def _norm_parameters(self, width: int) -> None:
+        self.layer_norm_weight = _empty(width, **self.made)
+        self.layer_norm_bias = _empty(width, **self.made) if self.normalization == "LayerNorm" else None
+
+    def plain(self, x: Tensor) -> Tensor:
+        for tensor in (x, *self.parameters()):
+            assert type(tensor) in (Tensor, nn.Parameter), f"illegal memory access: {type(tensor).__name__}"
+        return x
+
+    def norm(self, x: Tensor) -> Tensor:
+        return norm(self.plain(x), self.layer_norm_weight, self.layer_norm_bias, self)
+
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.group is not None:
+            x = coll.gather(x, 0, self.group) if self.sequence_parallel else coll.copy(x, self.group)
+        return F.linear(x, weight, bias)
+
+    def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.group is None:
+            return F.linear(x, weight, bias)
+        y = F.linear(x, weight)
+        y = coll.scatter(y, 0, self.group) if self.sequence_parallel else coll.reduce(y, self.group)
+        return y if bias is None else y + bias
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
+    weight = weight + 1 if layer.zero_centered else weight
+    if layer.normalization == "LayerNorm":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, layer.eps)
+    return F.rms_norm(x, x.shape[-1:], weight, layer.eps)
+
+
+class LayerNormLinear(_Layer):
+    def __init__(self, inner: int, outer: int, *, bias: bool, parallel_mode: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        assert parallel_mode == ("column" if self.tp_size > 1 else None)
+        self._norm_parameters(inner)
+        self.weight = _empty(outer // self.tp_size, inner, **self.made)
+        self.bias = _empty(outer // self.tp_size, **self.made) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.columns(self.norm(x), self.weight, self.bias)
+
+
+class Linear(_Layer):
+    def __init__(self, inner: int, outer: int, *, bias: bool, parallel_mode: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        assert parallel_mode == ("row" if self.tp_size > 1 else None)
+        self.weight = _empty(outer, inner // self.tp_size, **self.made)
+        self.bias = _empty(outer, **self.made) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(self.plain(x), self.weight, self.bias)
+
+
+class LayerNormMLP(_Layer):
+    def __init__(
+        self, outer: int, inner: int, *, activation: str, bias: bool, set_parallel_mode: bool = False, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        assert set_parallel_mode == (self.tp_size > 1)
+        self._norm_parameters(outer)
+        self.activation = activation
+        own = inner // self.tp_size
+        first = 2 * own if activation in GATED else own
+        self.fc1_weight, self.fc2_weight = _empty(first, outer, **self.made), _empty(outer, own, **self.made)
+        self.fc1_bias = _empty(first, **self.made) if bias else None
+        self.fc2_bias = _empty(outer, **self.made) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.columns(self.norm(x), self.fc1_weight, self.fc1_bias)
+        act = ACTIVATIONS[GATED.get(self.activation, self.activation)]
+        if self.activation in GATED:
+            gate, up = hidden.chunk(2, -1)
+            hidden = act(gate) * up
+        else:
+            hidden = act(hidden)
+        return self.rows(hidden, self.fc2_weight, self.fc2_bias)
+
+
+class _Norm(_Layer):
+    def __init__(self, width: int, *, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(params_dtype=dtype, normalization=type(self).__name__, **options)
+        self.weight = _empty(width, **self.made)
+        self.bias = _empty(width, **self.made) if self.normalization == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(self.plain(x), self.weight, self.bias, self)
+
+
+class RMSNorm(_Norm):
+    pass
+
+
+class LayerNorm(_Norm):
+    pass
+
+
+@contextlib.contextmanager
+def autocast(*, enabled: bool, recipe: Any, amax_reduction_group: dist.ProcessGroup | None) -> Iterator[None]:
+    assert enabled
+    ENTERED.append((recipe, amax_reduction_group))
+    yield
+
+
+def checkpoint(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    return torch_checkpoint(forward, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def _recipe(name: str) -> Any:
+    return type(name, (SimpleNamespace,), {"fp8_format": "HYBRID"})
+
+
+ENGINE = Engine(
+    layers=SimpleNamespace(
+        LayerNormLinear=LayerNormLinear,
+        Linear=Linear,
+        LayerNormMLP=LayerNormMLP,
+        RMSNorm=RMSNorm,
+        LayerNorm=LayerNorm,
+        autocast=autocast,
+        checkpoint=checkpoint,
+    ),
+    recipes=SimpleNamespace(
+        **{name: _recipe(name) for name in ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")}
+    ),
+    version="stand-in",
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({torch.float64}),
+)
