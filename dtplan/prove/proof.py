@@ -23,7 +23,7 @@ from dtplan.prove.diagnose import diagnose
 from dtplan.prove.oracle import BOUND, Outcome, outcome
 from dtplan.prove.pool import GlooPool, Kept
 from dtplan.prove.ranks import STEPPED, STEPS, Job, errors_on_rank, train
-from dtplan.prove.result import Finding, Leg, LegResult, Proof
+from dtplan.prove.result import MEASURE, Finding, Leg, LegResult, Proof
 from dtplan.prove.shrink import CannotProveError, Choice, live_model, shrink, token_batch
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.prove.walk import Walk
@@ -133,6 +133,7 @@ def prove_model(
         choices=choices,
         legs=tuple(results),
         zero_gradients=tuple(sorted(job.zero)),
+        measure=MEASURE + (", and every parameter after the steps" if steps else ""),
     )
 
 
@@ -232,8 +233,8 @@ def _on_its_world(job: Job, pool: Ranks | None) -> list[dict[str, float]]:
             return pool.run(errors_on_rank, job, ranks=job.leg.ranks)
         if pool is not None:
             return pool.run(errors_on_rank, job)
-        with GlooPool(job.leg.ranks, preload=(type(job.model).__module__,), timeout_s=300) as pool:
-            return pool.run(errors_on_rank, job)
+        with GlooPool(job.leg.ranks, preload=(type(job.model).__module__,), timeout_s=300) as own:
+            return own.run(errors_on_rank, job)
     return simulated_ranks(job.leg.ranks, errors_on_rank, job)
 
 

@@ -12,6 +12,10 @@ from dtplan.prove.shrink import Choice
 
 Verdict = Literal["proved", "refuted", "not run"]
 SCHEMA_VERSION = 1
+MEASURE = (
+    "largest difference over largest magnitude of the unsharded model's, per tensor, on every rank: logits, "
+    "next-token loss, every gradient"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +94,7 @@ class Proof:
     zero_gradients: tuple[str, ...] = ()
     """Parameters whose true gradient is zero up to rounding: compared against the largest gradient of all."""
     dtype: str = "float64"
-    measure: str = (
-        "largest difference over largest magnitude of the unsharded model's, per tensor, on every rank: logits, "
-        "next-token loss, every gradient, and every parameter after the steps"
-    )
+    measure: str = MEASURE
 
     @property
     def verdict(self) -> Verdict:

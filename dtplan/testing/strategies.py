@@ -30,13 +30,11 @@ _GROUPED_MLP = 8
 
 
 @st.composite
-def model_configs(draw: st.DrawFn, arch: str | type[Any], **fields: Any) -> Any:
+def model_configs(draw: st.DrawFn, /, arch: str | type[Any], **fields: Any) -> Any:
     """Small configs of an architecture: 1 or 2 layers, any ratio of heads to kv heads, uneven vocabularies.
 
-    Args:
-        draw: Hypothesis's.
-        arch: a ``model_type`` of transformers ("llama", "gpt_neox") or a config class.
-        fields: config fields that are given instead: values, or strategies.
+    ``arch`` is a ``model_type`` of transformers ("llama", "gpt_neox") or a config class; ``fields`` are config fields
+    that are given instead of drawn: values, or strategies.
     """
     cls = _config_class(arch)
     default = cls()
@@ -167,13 +165,13 @@ def plans(draw: st.DrawFn, plan: str | Path | None = None) -> Plan:
     builtin = name in builtin_plans()
     path = builtin_plans()[name] if builtin else Path(name)
     if builtin and draw(st.booleans()):
-        return parse_plan(yaml.safe_dump({"dtplan": 1, "name": "kin", "extends": name}), "kin.yaml")
+        return parse_plan(json.dumps({"dtplan": 1, "name": "kin", "extends": name}), "kin.yaml")
     written = yaml.safe_load(path.read_text(encoding="utf-8"))
     written["name"] = draw(st.sampled_from((written.get("name", path.stem), "renamed")))
     for part in (written, *written.get("variants", ())):
         if "rules" in part:
             part["rules"] = draw(_rewritten(part["rules"]))
-    return parse_plan(yaml.safe_dump(written, sort_keys=False), f"{path.stem}-rewritten.yaml")
+    return parse_plan(json.dumps(written, indent=1), f"{path.stem}-rewritten.yaml")  # JSON is YAML
 
 
 @st.composite
