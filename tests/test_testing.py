@@ -273,9 +273,9 @@ def test_examples():
     ("arguments", "env", "found"),
     [
         ((), {}, "100 False"),
-        (("--dtplan-profile", "ci"), {}, "60 True"),
-        ((), {"DTPLAN_PROFILE": "nightly"}, "1000 False"),
-        (("--dtplan-profile", "default"), {"DTPLAN_PROFILE": "nightly"}, "20 False"),
+        (("--dtplan-profile", "ci"), {}, "25 True"),
+        ((), {"DTPLAN_PROFILE": "nightly"}, "500 False"),
+        (("--dtplan-profile", "default"), {"DTPLAN_PROFILE": "nightly"}, "10 False"),
     ],
 )
 def test_a_profile_is_loaded_only_when_asked_for(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-_EXAMPLES = {"default": 20, "ci": 60, "nightly": 1000}
+_EXAMPLES = {"default": 10, "ci": 25, "nightly": 500}
 """Examples of a property that needs no ranks or few; costly ones take a share of it."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -166,12 +167,18 @@ def plans(draw: st.DrawFn, plan: str | Path | None = None) -> Plan:
     path = builtin_plans()[name] if builtin else Path(name)
     if builtin and draw(st.booleans()):
         return parse_plan(json.dumps({"dtplan": 1, "name": "kin", "extends": name}), "kin.yaml")
-    written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    written = json.loads(_as_json(path, path.stat().st_mtime_ns))
     written["name"] = draw(st.sampled_from((written.get("name", path.stem), "renamed")))
     for part in (written, *written.get("variants", ())):
         if "rules" in part:
             part["rules"] = draw(_rewritten(part["rules"]))
     return parse_plan(json.dumps(written, indent=1), f"{path.stem}-rewritten.yaml")  # JSON is YAML
+
+
+@functools.lru_cache(maxsize=64)
+def _as_json(path: Path, changed_ns: int) -> str:
+    """What a plan file says; YAML takes its time."""
+    return json.dumps(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 @st.composite
