@@ -45,7 +45,7 @@ SWITCHES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 
 
 @st.composite
-def cases(draw: st.DrawFn, /, *, tp: tuple[int, ...] = (1, 2, 4), **axes: Any) -> tuple[Any, dict[str, Any]]:
+def cases(draw: st.DrawFn, /, *, tp: tuple[int, ...] = (2, 4, 1), **axes: Any) -> tuple[Any, dict[str, Any]]:
     """A config of either architecture, and degrees at which its built-in plan binds."""
     config = draw(st.sampled_from(ARCHS).flatmap(model_configs).filter(lambda c: c.num_attention_heads % tp[0] == 0))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -208,7 +208,7 @@ def test_the_sharded_model_is_the_unsharded_one(
 
 
 @COSTLY
-@given(cases(tp=(1, 2, 4), shard=(1, 2)), st.data())
+@given(cases(shard=(1, 2)), st.data())
 def test_the_gradient_norm_is_the_unsharded_one(case: tuple[Any, dict[str, Any]], data: st.DataObject) -> None:
     config, sizes = case
     batch = data.draw(token_batches(config.vocab_size, multiple_of=sizes["tp"]))
@@ -259,7 +259,7 @@ def test_the_ledger_is_what_a_counter_sees(case: tuple[Any, dict[str, Any]], swi
 def test_a_checkpoint_that_went_through_two_degrees_has_the_same_bytes(data: st.DataObject) -> None:
     config, sizes = data.draw(cases(shard=(1, 2)))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    other = data.draw(degrees(config, tp=[t for t in (1, 2, 4) if heads % t == 0], shard=(1, 2)))
+    other = data.draw(degrees(config, tp=[t for t in (2, 4, 1) if heads % t == 0], shard=(1, 2)))
     with TemporaryDirectory() as name:
         folder = Path(name)
         live(config).to(torch.float32).save_pretrained(folder / "given")
@@ -350,5 +350,5 @@ def test_the_laws_are_drawn_from_both_architectures_and_uneven_sizes() -> None:
         seen.add("tied" if config.tie_word_embeddings else "untied")
 
     look()
-    assert seen - {"tp 8"} == {*ARCHS, "tp 1", "tp 2", "tp 4", "uneven", "even", "tied", "untied"}
+    assert seen == {*ARCHS, "tp 1", "tp 2", "tp 4", "uneven", "even", "tied", "untied"}
     assert neox().model_type in seen
