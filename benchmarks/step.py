@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=450, help="begin no round after this time")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
+    parser.add_argument("--profile", action="store_true", help="also print each mode's longest kernels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     began = time.monotonic()
@@ -129,6 +130,8 @@ def main() -> None:
             for worker in alive:
                 if (found := worker.ask(args.steps)) is not None:
                     worker.rounds.append(found)
+        for worker in workers if args.profile else ():
+            print(f"--- {worker.mode}\n{worker.ask('profile')}", flush=True)
         for worker in workers:
             worker.ask("end", 5) if worker.pipe is not None else None
             worker.process.terminate()
@@ -149,11 +152,13 @@ def figures(worker: Worker, args: argparse.Namespace, rate: float) -> dict[str, 
     """Of one mode: the median of the rounds' medians, and a token's time in each round."""
     medians = [statistics.median(found["seconds"]) for found in worker.rounds]
     tokens, seconds = worker.rounds[0]["tokens"], statistics.median(medians)
+    shares = [h / s for found in worker.rounds for h, s in zip(found["host"], found["seconds"], strict=True)]
     return {
         "mode": worker.mode,
         "ms": round(seconds * 1e3, 1),
         "min_ms": round(min(medians) * 1e3, 1),
         "max_ms": round(max(medians) * 1e3, 1),
+        "host_share": round(statistics.median(shares), 2),
         "tokens_per_s": round(tokens / seconds),
         "utilisation": round(flops(tokens, args) / seconds / (rate * args.ranks), 3),
         "peak_gib": round(max(found["peak_gib"] for found in worker.rounds), 2),
@@ -177,10 +182,11 @@ def report(workers: list[Worker], failed: dict[str, str], rates: list[float], ar
     print(f"{versions}; matrix rate {rate / 1e12:.0f} TFLOP/s a GPU; {len(rates)} rounds")
     best = min((r for r in rows if r["mode"].startswith("dtplan")), key=lambda r: r["ms"], default=None)
     for r in sorted(rows, key=lambda r: r["ms"]):
-        told = "{0:.3f} ({1:.3f}-{2:.3f})".format(*ratio(r, best)) if best else ""
+        told = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(r, best)) if best else ""
         print(
             f"{r['mode']:<44} {r['ms']:7.1f} ms ({r['min_ms']:.1f}-{r['max_ms']:.1f})  {r['tokens_per_s']:>6} tok/s  "
-            f"util {r['utilisation']:.3f}  {r['peak_gib']:6.2f} GiB  loss {r['loss']:.4f}  x {told}"
+            f"util {r['utilisation']:.3f}  host {r['host_share']:.2f}  {r['peak_gib']:6.2f} GiB  "
+            f"loss {r['loss']:.4f}  x {told}"
         )
     for mode, why in failed.items():
         print(f"{mode:<44} not run: {why}")

@@ -1,12 +1,14 @@
 """What `benchmarks/step.py` times: one mode in processes of its own, which wait for their turn.
 
-A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism. Tags:
-`compile` (each decoder layer), `cudnn` (torch's attention on cuDNN in place of flash), `overlap` (inductor moves work
-between a collective and its wait), `adamw` (an optimizer step in the step).
+A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism, `sdpa` leaves
+attention to torch, `overlap` does collectives beside matrix products by TransformerEngine's userbuffers. Tags:
+`compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of
+flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer step in the step).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import json
@@ -28,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -39,6 +41,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import dtplan
+from dtplan.planner.bind import find_plan
 
 GIB = 1 << 30
 SHAPES: dict[str, dict[str, int]] = json.loads((Path(__file__).parent / "shapes.json").read_text())
@@ -81,7 +84,13 @@ def with_dtplan(words: list[str], args: SimpleNamespace) -> nn.Module:
     options: dict[str, Any] = {"te": "require" if "te" in words else "off", "sequence_parallel": "sp" in words}
     if "fp8" in words:
         options["fp8"] = words[words.index("fp8") + 1]
-    return dtplan.parallelize(live(args), tp_mesh(), loss_parallel=True, **options)
+    if "overlap" in words:
+        options["overlap_tokens"] = args.batch * args.sequence
+    model = live(args)
+    plan = find_plan(model)
+    if "sdpa" in words:
+        plan = dataclasses.replace(plan, te=tuple(layer for layer in plan.te if layer.attention is None))
+    return dtplan.parallelize(model, tp_mesh(), plan, loss_parallel=True, **options)
 
 
 def with_hand_plan(words: list[str], args: SimpleNamespace) -> nn.Module:
@@ -214,7 +223,9 @@ class Mode:
         if "overlap" in tags:
             torch._inductor.config.reorder_for_compute_comm_overlap = True  # type: ignore[attr-defined]  # noqa: SLF001
         self.model = MAKERS[words[0]](words, args).train()
-        if "compile" in tags:
+        if "compile" in tags and words[0] == "dtplan":
+            dtplan.compile_model(self.model)
+        elif "compile" in tags:
             for layer in layers_of(self.model):
                 layer.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True) if "adamw" in tags else None
@@ -225,15 +236,15 @@ class Mode:
         vocabulary = SHAPES[args.model]["vocabulary"]
         self.ids = torch.randint(0, vocabulary, (self.rows, args.sequence), generator=generator).cuda()
 
-    def step(self) -> float:
-        """Forward and backward; gradients are dropped."""
+    def step(self) -> torch.Tensor:
+        """Forward and backward; gradients are dropped. Waits for nothing."""
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
         if self.optimizer is not None:
             self.optimizer.step()
         for parameter in self.model.parameters():
             parameter.grad = None
-        return float(loss.detach())
+        return loss.detach()
 
     def round(self, steps: int) -> dict[str, Any]:
         """Seconds of each of some steps after two that are not counted, the peak memory, and the loss."""
@@ -241,18 +252,38 @@ class Mode:
             loss = self.step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        seconds = []
+        seconds, host = [], []
         for _ in range(steps):
             dist.barrier()
             torch.cuda.synchronize()
             start = time.perf_counter()
             self.step()
+            host.append(time.perf_counter() - start)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         peak = torch.cuda.max_memory_allocated() / GIB
         gc.collect()
         torch.cuda.empty_cache()  # the other modes need the room
-        return {"seconds": seconds, "peak_gib": peak, "loss": loss, "tokens": self.tokens}
+        return {"seconds": seconds, "host": host, "peak_gib": peak, "loss": whole(loss), "tokens": self.tokens}
+
+    def profile(self) -> str:
+        """Where the time of a step goes on the GPU: the kernels that take most of it, in ms."""
+        activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as found:
+            for _ in range(2):
+                self.step()
+            torch.cuda.synchronize()
+        rows = [row for row in found.key_averages() if row.device_type == torch.autograd.DeviceType.CUDA]
+        rows = sorted(rows, key=lambda row: -row.self_device_time_total)
+        total = sum(row.self_device_time_total for row in rows)
+        lines = [f"{total / 2e3:8.2f} ms in kernels (streams added up)"]
+        lines += [f"{r.self_device_time_total / 2e3:8.2f} ms {r.count / 2:6.0f} x {r.key[:110]}" for r in rows[:28]]
+        return "\n".join(lines)
+
+
+def whole(loss: torch.Tensor) -> float:
+    """The loss as a number."""
+    return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
 
 def matrix_rate(size: int = 8192) -> float:
@@ -287,12 +318,15 @@ def main() -> None:
         match asked[0]:
             case "build":
                 built = Mode(mode, args)
-                answer: Any = built.step()
+                answer: Any = whole(built.step())
                 built.step()
                 gc.collect()
                 torch.cuda.empty_cache()
             case "rate":
                 answer = matrix_rate()
+            case "profile":
+                assert built is not None
+                answer = built.profile()
             case int(steps):
                 assert built is not None
                 answer = built.round(steps)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtplan.planner.bind import bind
     from dtplan.planner.bound import BoundPlan
     from dtplan.planner.clip import clip_grad_norm_
+    from dtplan.planner.compiled import compile_model
     from dtplan.planner.degrees import Degrees
     from dtplan.planner.loss import cross_entropy
     from dtplan.smp import State, get_state, init, is_initialized, reset, transform
@@ -40,6 +41,7 @@ _HOMES = {
     "applied": "dtplan.planner.apply",
     "bind": "dtplan.planner.bind",
     "clip_grad_norm_": "dtplan.planner.clip",
+    "compile_model": "dtplan.planner.compiled",
     "cross_entropy": "dtplan.planner.loss",
     "parallelize": "dtplan.planner.apply",
     "State": "dtplan.smp",
@@ -69,6 +71,7 @@ __all__ = [
     "bind",
     "check",
     "clip_grad_norm_",
+    "compile_model",
     "cross_entropy",
     "get_state",
     "init",

@@ -26,6 +26,11 @@ ENTERED: list[tuple[Any, dist.ProcessGroup | None]] = []
 """Recipe and group of every FP8 context that was entered."""
 
 
+BUFFERS: list[tuple[Any, Any]] = []
+"""The arguments of every set-up of userbuffers."""
+_OVERLAPS = ("overlap_ag", "overlap_rs", "bulk_dgrad", "bulk_wgrad")
+
+
 def _empty(*shape: int, device: Any, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
@@ -42,8 +47,12 @@ class _Layer(nn.Module):
         normalization: str = "LayerNorm",
         eps: float = 1e-5,
         zero_centered_gamma: bool = False,
+        ub_name: str | None = None,
+        **overlaps: bool,
     ) -> None:
         super().__init__()
+        assert overlaps.keys() <= {f"ub_{what}" for what in _OVERLAPS}
+        self.overlaps, self.ub_name = overlaps, ub_name
         self.group = None if tp_group is None else Group.of(tp_group)
         assert (self.group.size if self.group else 1) == tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
@@ -144,7 +153,10 @@ class _Norm(_Layer):
         self.bias = _empty(width, **self.made) if self.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(self.plain(x), self.weight, self.bias, self)
+        out = norm(self.plain(x), self.weight, self.bias, self)
+        if out.requires_grad:
+            out.register_hook(self.plain)  # the real ones read their own weight again in backward
+        return out
 
 
 class RMSNorm(_Norm):
@@ -153,6 +165,21 @@ class RMSNorm(_Norm):
 
 class LayerNorm(_Norm):
     pass
+
+
+class DotProductAttention:
+    """Causal attention of [batch, sequence, heads, width]; the result is [batch, sequence, heads * width]."""
+
+    def __init__(self, heads: int, width: int, **options: Any) -> None:
+        assert options["qkv_format"] == "bshd"
+        assert options["attn_mask_type"] == "causal"
+        self.heads, self.kv_heads, self.scale = heads, options["num_gqa_groups"], options["softmax_scale"]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert (query.shape[2], key.shape[2]) == (self.heads, self.kv_heads)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
 
 
 @contextlib.contextmanager
@@ -179,11 +206,16 @@ ENGINE = Engine(
         LayerNormMLP=LayerNormMLP,
         RMSNorm=RMSNorm,
         LayerNorm=LayerNorm,
+        DotProductAttention=DotProductAttention,
         autocast=autocast,
         checkpoint=checkpoint,
     ),
     recipes=SimpleNamespace(
         **{name: _recipe(name) for name in ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")}
+    ),
+    buffers=SimpleNamespace(
+        initialize_ub=lambda *args, **options: BUFFERS.append((args, options)),
+        UserBufferQuantizationMode=SimpleNamespace(FP8="FP8", NONE="NONE"),
     ),
     version="stand-in",
     devices=frozenset({"cpu"}),

@@ -57,6 +57,7 @@ def parallelize(
     activation_checkpointing: bool | int = False,
     te: Literal["auto", "require", "off"] = "auto",
     fp8: Recipe | Any | None = None,
+    overlap_tokens: int | None = None,
 ) -> M:
     """Shard ``model`` in place over ``mesh`` as ``plan`` says, and return it.
 
@@ -80,6 +81,10 @@ def parallelize(
             ``"require"`` refuses if one of them cannot be used; ``"off"`` uses none.
         fp8: ``"current"``, ``"delayed"`` or ``"block"`` (or a recipe of TransformerEngine): fused layers multiply
             in FP8. Needs fused layers.
+        overlap_tokens: the tokens of every batch of a tp group (rows x sequence): fused layers then do their
+            collectives beside their matrix products, by TransformerEngine's userbuffers. Needs sequence_parallel and
+            one host; every batch must have exactly so many tokens. Set UB_SKIPMC=1 where NVLink multicast is not
+            to be used.
 
     Raises:
         PlanError, BindError: the plan is wrong or does not fit; nothing was changed.
@@ -97,7 +102,15 @@ def parallelize(
         sizes = _axis_sizes(mesh)
         found = bind(model, plan, **sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
         _refuse_what_comes_later(found)
-        fusing = fuse(model, found, te=te, fp8=fp8, device=mesh.device_type, dtype=_computes_in(model, found, options))
+        fusing = fuse(
+            model,
+            found,
+            te=te,
+            fp8=fp8,
+            device=mesh.device_type,
+            dtype=_computes_in(model, found, options),
+            overlap_tokens=overlap_tokens,
+        )
         bound = fusing.bound
         if every < 0 or (every and not bound.fsdp_units):
             units = f"{len(bound.fsdp_units)} units (`fsdp: {{units: [...]}}`)"
@@ -118,6 +131,7 @@ def parallelize(
         units = bound.fsdp_units if data is not None or every else ()
         _add_scopes(model, bound, units, tp)
         add_streams(model, bound, tp)
+        fusing.seal(model)
         stored = tp.stored
     if every:
         checkpoint_units(model, bound, every, fusing.recomputing or recomputed)

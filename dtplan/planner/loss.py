@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -20,19 +22,21 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
+    compiled: bool = False,
 ) -> Tensor:
     """Cross entropy of ``logits`` [..., vocabulary] and ``labels`` [...], equal to that of whole logits.
 
     Logits that are a DTensor cut along the last dim stay cut: two all-reduces of one or two numbers a token
     (Shoeybi et al. 2019, section 3). Computed in float32 at least. The mean is over labels that are not
-    ``ignore_index``; when there is none it is 0.
+    ``ignore_index``; when there is none it is 0. ``compiled``: what is done to every logit between the all-reduces is
+    compiled, so no float32 copy of the logits is made.
 
     Raises:
         ApplyError: a DTensor that is cut along another dim.
     """
     labels = labels.reshape(-1)
     if isinstance(logits, DTensor):
-        losses = _of_parts(logits, labels, ignore_index, label_smoothing)
+        losses = _of_parts(logits, labels, ignore_index, label_smoothing, compiled=compiled)
     else:
         flat = _at_least_float(logits.reshape(-1, logits.shape[-1]))
         losses = F.cross_entropy(
@@ -51,6 +55,8 @@ def causal_lm_loss(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    *,
+    compiled: bool = False,
     **_unused: Any,
 ) -> Tensor:
     """The next-token loss with the signature that transformers calls; ``logits`` may be cut.
@@ -61,18 +67,22 @@ def causal_lm_loss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
     if num_items_in_batch is None:
-        return cross_entropy(logits, shift_labels, ignore_index=ignore_index)
-    return cross_entropy(logits, shift_labels, ignore_index=ignore_index, reduction="sum") / num_items_in_batch
+        return cross_entropy(logits, shift_labels, ignore_index=ignore_index, compiled=compiled)
+    summed = cross_entropy(logits, shift_labels, ignore_index=ignore_index, reduction="sum", compiled=compiled)
+    return summed / num_items_in_batch
 
 
-def _of_parts(logits: DTensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
+def _of_parts(logits: DTensor, labels: Tensor, ignore_index: int, label_smoothing: float, *, compiled: bool) -> Tensor:
     if logits.placements != (Shard(logits.dim() - 1),):
         raise ApplyError(f"logits are placed as {logits.placements}; cross_entropy needs them cut along the last dim")
     mesh, vocabulary = logits.device_mesh, logits.shape[-1]
     local = logits.to_local()
     flat = local.reshape(-1, local.shape[-1])
     group = Group.of(mesh.get_group())
-    losses: Tensor = _CrossEntropy.apply(flat, labels, group, vocabulary, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
+    kernels = _compiled_kernels() if compiled else _KERNELS
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, labels, group, vocabulary, ignore_index, label_smoothing, kernels
+    )
     return losses
 
 
@@ -80,37 +90,73 @@ def _at_least_float(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+# What is done to every logit; each reads them once and can be compiled to one kernel.
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Of each row."""
+    return _at_least_float(x).amax(-1)
+
+
+def _terms(x: Tensor, largest: Tensor, index: Tensor, own: Tensor, smoothing: float) -> Tensor:
+    """[2 or 3, rows]: the sum of powers, the target's logit, and with smoothing the sum of logits."""
+    x = _at_least_float(x) - largest.unsqueeze(-1)
+    target = x.gather(1, index.unsqueeze(-1)).squeeze(-1).where(own, 0)
+    return torch.stack([x.exp().sum(-1), target] + ([x.sum(-1)] if smoothing else []))
+
+
+def _gradient(
+    x: Tensor, largest: Tensor, total: Tensor, index: Tensor, own: Tensor, grad: Tensor, smoothing: float, flat: float
+) -> Tensor:
+    """Of the logits, in their dtype: (softmax - target) * grad."""
+    powers = (_at_least_float(x) - largest.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+    columns = torch.arange(x.shape[1], device=x.device)
+    hit = (columns == index.unsqueeze(-1)) & own.unsqueeze(-1)
+    found = powers - flat - hit * (1 - smoothing)
+    return (found * grad.unsqueeze(-1)).to(x.dtype)
+
+
+_Kernels = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
+_KERNELS: _Kernels = (_largest, _terms, _gradient)
+
+
+@functools.cache
+def _compiled_kernels() -> _Kernels:
+    largest, terms, gradient = (torch.compile(kernel) for kernel in _KERNELS)
+    return largest, terms, gradient
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Per-token losses [tokens] of this rank's columns [tokens, own vocabulary]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, labels: Tensor, group: Group, vocabulary: int, ignore: int, smoothing: float
+        ctx: Any,
+        x: Tensor,
+        labels: Tensor,
+        group: Group,
+        vocabulary: int,
+        ignore: int,
+        smoothing: float,
+        kernels: _Kernels,
     ) -> Tensor:
-        dtype, x = x.dtype, _at_least_float(x)
         first = sum(chunk_sizes(vocabulary, group.size)[: group.rank])
-        own = (labels >= first) & (labels < first + x.shape[1]) & (labels != ignore)
-        index = (labels - first).where(own, 0)
-        largest = x.amax(-1) if x.shape[1] else x.new_full((len(x),), float("-inf"))
-        x = x - all_reduce(largest, group, "max").unsqueeze(-1)
-        target = x.gather(1, index.unsqueeze(-1)).squeeze(-1).where(own, 0) if x.shape[1] else largest.new_zeros(len(x))
-        powers = x.exp()
-        terms = [powers.sum(-1), target] + ([x.sum(-1)] if smoothing else [])
-        summed = all_reduce(torch.stack(terms), group)
         counted = labels != ignore
+        own = (labels >= first) & (labels < first + x.shape[1]) & counted
+        index = (labels - first).where(own, 0)
+        columns = x if x.shape[1] else x.new_full((len(x), 1), float("-inf"))  # fewer columns than ranks
+        largest = all_reduce(kernels[0](columns), group, "max")
+        summed = all_reduce(kernels[1](columns, largest, index, own, smoothing), group)
         losses = summed[0].log() - (1 - smoothing) * summed[1]
         if smoothing:
             losses = losses - smoothing * summed[2] / vocabulary
-        ctx.save_for_backward(powers.div_(summed[0].unsqueeze(-1)), index, own, counted)
-        ctx.dtype, ctx.smoothing, ctx.vocabulary = dtype, smoothing, vocabulary
+        ctx.save_for_backward(x, largest, summed[0], index, own, counted)
+        ctx.kernels, ctx.smoothing, ctx.vocabulary = kernels, smoothing, vocabulary
         return losses.where(counted, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probability, index, own, counted = ctx.saved_tensors
-        grad = probability - ctx.smoothing / ctx.vocabulary if ctx.smoothing else probability.clone()
-        if grad.shape[1]:
-            hit = own.to(grad.dtype).mul(ctx.smoothing - 1).unsqueeze(-1)
-            grad.scatter_add_(1, index.unsqueeze(-1), hit)
-        grad *= grads[0].where(counted, 0).unsqueeze(-1)
-        return grad.to(ctx.dtype), None, None, None, None, None
+        x, largest, total, index, own, counted = ctx.saved_tensors
+        grad = grads[0].where(counted, 0)
+        flat = ctx.smoothing / ctx.vocabulary
+        return (ctx.kernels[2](x, largest, total, index, own, grad, ctx.smoothing, flat), *(None,) * 6)

@@ -45,7 +45,7 @@ def choose(model: nn.Module, bound: BoundPlan, *, fp8: bool = False) -> Choice:
                 )
             else:
                 pattern = layer.under + found.name.removeprefix(unit)
-                fused.append(dataclasses.replace(found, pattern=pattern))
+                fused.append(dataclasses.replace(found, pattern=pattern, unit=unit))
                 taken |= parts
     return Choice(fused=tuple(fused), kept=tuple(kept.values()))
 
@@ -69,7 +69,7 @@ class _Chooser:
                 return self._mlp(layer, part["norm"], part.get("gate"), part["up"], part["down"])
             case "RMSNorm" | "LayerNorm":
                 return self._norm(layer, part["norm"])
-        raise _Unfit("attention is chosen by `attention=`, not by the plan")
+        return self._attention(layer, part["attention"])
 
     # --- the four kinds
 
@@ -153,6 +153,13 @@ class _Chooser:
             outputs=module.outputs,
         )
 
+    def _attention(self, layer: BoundTe, name: str) -> Fused:
+        config = getattr(self.model.get_submodule(name), "config", None)
+        chosen = getattr(config, "_attn_implementation", None)
+        if chosen != "sdpa":
+            raise _Unfit(f"its config chooses {chosen or 'no'} attention; TransformerEngine's takes the place of sdpa")
+        return Fused(layer=layer.layer, name=name, rule=layer.rule)
+
     # --- what the modules are
 
     def _normalization(self, name: str) -> Norm:
@@ -204,15 +211,9 @@ class _Chooser:
             raise _Unfit(f"degree {self.bound.tp} does not divide {_leaf(name)}'s dim of {weight.shape[cut]}")
         if any(_join(name, t.name) in self.tied for t in module.tensors):
             raise _Unfit(f"{_leaf(name)} is tied")
-        local = (
-            (weight.shape[0] // self.bound.tp, weight.shape[1])
-            if cut == 0
-            else (weight.shape[0], weight.shape[1] // self.bound.tp)
-        )
+        local = [size // self.bound.tp if dim == cut else size for dim, size in enumerate(weight.shape)]
         if self.fp8 and any(size % _FP8_MULTIPLE for size in local):
-            raise _Unfit(
-                f"FP8 needs dims that are multiples of {_FP8_MULTIPLE}; {_leaf(name)} has {list(local)} a rank"
-            )
+            raise _Unfit(f"FP8 needs multiples of {_FP8_MULTIPLE}; {_leaf(name)} has {local} on a rank")
         return module
 
     # --- parameters

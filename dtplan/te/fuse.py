@@ -15,14 +15,16 @@ from dtplan._errors import ApplyError
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.styles import Tp
 from dtplan.te import engine as engines
+from dtplan.te import overlap
 from dtplan.te.choose import choose
 from dtplan.te.engine import Engine
 from dtplan.te.fused import Choice
-from dtplan.te.install import install
+from dtplan.te.install import install, seal
 from dtplan.te.precision import quantise, recipe_of, recomputing, refuse_quantised_parameters
 from dtplan.te.rebind import rebound
 
 Te = Literal["auto", "require", "off"]
+_NO_OVERLAP = "overlap_tokens={} needs fused layers with sequence parallelism over two tp ranks or more: {}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +36,25 @@ class Fusing:
     engine: Engine | None = None
     recipe: Any = None
     dtype: torch.dtype = torch.bfloat16
+    overlap_tokens: int | None = None
 
     def install(self, model: nn.Module, tp: Tp) -> None:
         """Put the fused layers into the model."""
         if self.engine is None:
             return
-        install(model, self.choice.fused, tp, self.engine, self.dtype)
+        more = {}
+        if self.overlap_tokens is not None:
+            fp8, width = self.recipe is not None, self.bound.width
+            overlap.prepare(self.engine, tokens=self.overlap_tokens, width=width, ranks=tp.group.size, fp8=fp8)
+            more = overlap.options_of(self.choice.fused)
+        install(model, self.choice.fused, tp, self.engine, self.dtype, more)
         if self.recipe is not None:
             quantise(model, self.recipe, self.engine, dist.group.WORLD)
+
+    def seal(self, model: nn.Module) -> None:
+        """After everything is wrapped around the fused layers."""
+        if self.engine is not None:
+            seal(model, self.choice.fused)
 
     @property
     def recomputing(self) -> Callable[[Any], Any] | None:
@@ -51,12 +64,21 @@ class Fusing:
         return functools.partial(recomputing, self.engine)
 
 
-def fuse(model: nn.Module, bound: BoundPlan, *, te: Te, fp8: Any, device: str, dtype: torch.dtype) -> Fusing:
+def fuse(
+    model: nn.Module,
+    bound: BoundPlan,
+    *,
+    te: Te,
+    fp8: Any,
+    device: str,
+    dtype: torch.dtype,
+    overlap_tokens: int | None = None,
+) -> Fusing:
     """Decide what is fused; nothing is changed.
 
     Raises:
         ApplyError: ``te`` is no word that is known; a layer cannot be fused and ``te`` is ``"require"``; or ``fp8``
-            is asked for and nothing is fused.
+            or ``overlap_tokens`` is asked for and nothing is fused that could do it.
     """
     if te not in ("auto", "require", "off"):
         raise ApplyError(f"te={te!r}: give 'auto', 'require' or 'off'")
@@ -66,7 +88,11 @@ def fuse(model: nn.Module, bound: BoundPlan, *, te: Te, fp8: Any, device: str, d
             raise ApplyError(f"te='require': {engine}")
         if fp8 is not None:
             raise ApplyError(f"fp8={fp8!r} needs fused layers: {engine}")
+        if overlap_tokens is not None:
+            raise ApplyError(_NO_OVERLAP.format(overlap_tokens, engine))
         return Fusing(bound=bound)
+    if overlap_tokens is not None and (bound.tp == 1 or not bound.sequence_parallel):
+        raise ApplyError(_NO_OVERLAP.format(overlap_tokens, "tp is 1 or sequence_parallel is off"))
     recipe = None if fp8 is None else recipe_of(fp8, engine)
     refuse_quantised_parameters(model)
     choice = choose(model, bound, fp8=fp8 is not None)
@@ -79,7 +105,16 @@ def fuse(model: nn.Module, bound: BoundPlan, *, te: Te, fp8: Any, device: str, d
         )
     if not choice.fused:
         return Fusing(bound=bound, choice=choice)
-    return Fusing(bound=rebound(bound, choice.fused), choice=choice, engine=engine, recipe=recipe, dtype=dtype)
+    if overlap_tokens is not None and not any(layer.communicates for layer in choice.fused):
+        raise ApplyError(_NO_OVERLAP.format(overlap_tokens, "none of them sums over ranks"))
+    return Fusing(
+        bound=rebound(bound, choice.fused),
+        choice=choice,
+        engine=engine,
+        recipe=recipe,
+        dtype=dtype,
+        overlap_tokens=overlap_tokens,
+    )
 
 
 def usable(device: str, dtype: torch.dtype) -> Engine | str:

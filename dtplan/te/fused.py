@@ -25,6 +25,8 @@ class Fused:
     name: str
     pattern: str = ""
     """The name as the plan spells it, for all modules alike."""
+    unit: str = ""
+    """The module below which the plan declares it."""
     rule: str
     region: str | None = None
     """The module whose forward reads the norm's output: the fused layer is run when it is entered."""

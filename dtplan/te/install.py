@@ -7,8 +7,10 @@ reads the norm is entered; the region's own linear layers then hand its parts ou
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,7 @@ from dtplan.planner import collectives as coll
 from dtplan.planner.bound import BoundMove
 from dtplan.planner.stored import Part, Stored
 from dtplan.planner.styles import Forward, Tp, replaced
+from dtplan.te import attention
 from dtplan.te.engine import Engine
 from dtplan.te.fused import Fused, FusedTensor
 from dtplan.te.tokens import Tokens
@@ -87,15 +90,30 @@ class Outlet(nn.Module):
         return self.value
 
 
-def install(model: nn.Module, fused: Iterable[Fused], tp: Tp, engine: Engine, dtype: torch.dtype) -> None:
-    """Replace modules in place; ``tp.stored`` learns how the new parameters are put together."""
+def install(
+    model: nn.Module,
+    fused: Iterable[Fused],
+    tp: Tp,
+    engine: Engine,
+    dtype: torch.dtype,
+    more: Mapping[str, dict[str, Any]],
+) -> None:
+    """Replace modules in place; ``tp.stored`` learns how the new parameters are put together.
+
+    ``more``: further arguments of TransformerEngine's layers, by name.
+    """
     for layer in fused:
-        _Installer(model, layer, tp, engine, dtype).run()
+        if layer.layer == "DotProductAttention":
+            attention.use(model.get_submodule(layer.name), engine)
+        else:
+            _Installer(model, layer, tp, engine, dtype, more.get(layer.name, {})).run()
 
 
 class _Installer:
-    def __init__(self, model: nn.Module, layer: Fused, tp: Tp, engine: Engine, dtype: torch.dtype) -> None:
-        self.model, self.layer, self.tp, self.engine, self.dtype = model, layer, tp, engine, dtype
+    def __init__(
+        self, model: nn.Module, layer: Fused, tp: Tp, engine: Engine, dtype: torch.dtype, more: dict[str, Any]
+    ) -> None:
+        self.model, self.layer, self.tp, self.engine, self.dtype, self.more = model, layer, tp, engine, dtype, more
         # the residual stream is cut where the norm's own gradient is a partial sum, or a row layer scatters
         cut = any(move.op in ("gather", "scatter") for move in (*layer.inputs, *layer.outputs) if move.inside)
         self.tokens = Tokens(tp.group if cut else None)
@@ -103,7 +121,7 @@ class _Installer:
     def run(self) -> None:
         """One layer."""
         parameters = {tensor.bound.name: self._parameter(tensor) for tensor in self.layer.tensors}
-        module = self._module()
+        module: Any = self._module()
         made = [name for name, _ in module.named_parameters()]
         if set(made) != set(parameters):
             raise ApplyError(
@@ -116,16 +134,18 @@ class _Installer:
             _set(self.model, self.layer.norm, FusedNorm(mailbox))
             self._enter(module, mailbox)
         elif self.layer.row is not None:
-            module.forward = self.tokens.row(module.forward)
+            module.forward = self.tokens.row(module.run)
+        else:
+            module.forward = on_a_copy(module)
         if self.layer.name != self.layer.region or self.layer.layer == "LayerNormMLP":
             _set(self.model, self.layer.name, module)
 
-    def _enter(self, module: nn.Module, mailbox: Mailbox) -> None:
+    def _enter(self, module: Any, mailbox: Mailbox) -> None:
         """Run the fused layer where its region is entered."""
         layer = self.layer
         assert layer.region is not None
         if layer.layer == "LayerNormMLP":
-            module.forward = taking(self.tokens.same(module.forward), mailbox, layer.region)
+            module.forward = taking(self.tokens.same(module.run), mailbox, layer.region)
             return
         region = self.model.get_submodule(layer.region)
         outlets = [Outlet() for _ in layer.columns]
@@ -133,10 +153,10 @@ class _Installer:
             _set(self.model, name, outlet)
         weight = next(t.bound for t in layer.tensors if t.bound.name == "weight")
         sizes = [rows // self.tp.group.size for rows in weight.sections or weight.shape[:1]]
-        module.forward = self.tokens.column(module.forward)
-        region.forward = entering(region.forward, module, mailbox, outlets, sizes, layer)
+        module.forward = self.tokens.column(module.run)
+        region.forward = Entering(region.forward, module, mailbox, outlets, sizes, layer)
 
-    def _module(self) -> nn.Module:
+    def _module(self) -> Any:
         """The TransformerEngine layer, without memory for parameters."""
         layer, tp = self.layer, self.tp
         options: dict[str, Any] = {"params_dtype": self.dtype, "device": "meta"}
@@ -149,6 +169,7 @@ class _Installer:
         size = tp.group.size if layer.communicates else 1
         if size > 1:
             options |= {"tp_group": tp.mesh.get_group(), "tp_size": size, "sequence_parallel": self.tokens.cut}
+            options |= self.more
         if layer.normalization is not None:
             options["normalization"] = layer.normalization.kind
         if layer.layer == "LayerNormMLP":
@@ -160,8 +181,9 @@ class _Installer:
         rows, columns = (rows * size, columns) if mode == "column" else (rows, columns * size)
         return self._made(columns, rows, parallel_mode=mode if size > 1 else None, bias="bias" in tensors, **options)
 
-    def _made(self, *sizes: int, **options: Any) -> nn.Module:
-        made: nn.Module = _without_extra_state(getattr(self.engine.layers, self.layer.layer))(*sizes, **options)
+    def _made(self, *sizes: int, **options: Any) -> Any:
+        made = _adapted(getattr(self.engine.layers, self.layer.layer))(*sizes, **options)
+        made.forward = made.run  # what is wrapped around it; see `seal`
         return made
 
     def _parameter(self, tensor: FusedTensor) -> nn.Parameter:
@@ -194,30 +216,48 @@ def taking(inner: Forward, mailbox: Mailbox, reader: str) -> Forward:
     return forward
 
 
-def entering(
-    inner: Forward, fused: nn.Module, mailbox: Mailbox, outlets: list[Outlet], sizes: list[int], layer: Fused
-) -> Forward:
-    """A region that runs ``fused`` first and hands the parts of its output to ``outlets``."""
-    first = next(iter(inspect.signature(inner).parameters))
-    argument = layer.argument or BoundMove(value=0, name=first, op="keep", src=R, dst=R)
-    reader = layer.region or ""
+class Entering:
+    """The forward of a region that runs a fused layer first, and hands the parts of its output to ``outlets``."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        def run(passed: object) -> Tensor:
-            x = mailbox.take(passed, reader)
-            out: Tensor = fused(x)
-            for outlet, part in zip(outlets, out.split(sizes, -1), strict=True):
-                outlet.value = part
-            return mailbox.nothing(out, (*out.shape[:-1], x.shape[-1]))
+    def __init__(
+        self, inner: Forward, fused: nn.Module, mailbox: Mailbox, outlets: list[Outlet], sizes: list[int], layer: Fused
+    ) -> None:
+        self.inner, self.fused, self.mailbox, self.outlets, self.sizes = inner, fused, mailbox, outlets, sizes
+        first = next(iter(inspect.signature(inner).parameters))
+        self.argument = layer.argument or BoundMove(value=0, name=first, op="keep", src=R, dst=R)
+        self.name = layer.region or ""
 
-        args, kwargs = replaced(args, kwargs, argument, run)
-        if any(outlet.value is None for outlet in outlets):
-            raise ApplyError(f"{reader} was called without its argument {argument.name or argument.value}")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the region returns; it reads NaNs in place of its input."""
+        args, kwargs = replaced(args, kwargs, self.argument, self._run)
+        if any(outlet.value is None for outlet in self.outlets):
+            named = self.argument.name or self.argument.value
+            raise ApplyError(f"{self.name} was called without its argument {named}")
         try:
-            return inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         finally:
-            for outlet in outlets:
+            for outlet in self.outlets:
                 outlet.value = None
+
+    def _run(self, passed: object) -> Tensor:
+        x = self.mailbox.take(passed, self.name)
+        out: Tensor = self.fused(x)
+        for outlet, part in zip(self.outlets, out.split(self.sizes, -1), strict=True):
+            outlet.value = part
+        return self.mailbox.nothing(out, (*out.shape[:-1], x.shape[-1]))
+
+
+def on_a_copy(module: Any) -> Forward:
+    """A norm of TransformerEngine's, which reads its weight again in backward: its own, and not what it was given.
+
+    So each forward runs on a copy of the module, whose parameters stay local tensors.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        copied = copy.copy(module)
+        copied.__dict__ = {**vars(module), "_parameters": dict(module._parameters)}
+        out: Tensor = type(module).run(copied, x)
+        return out
 
     return forward
 
@@ -227,7 +267,26 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
-def _without_extra_state(cls: Any) -> Any:
-    """The class without `_extra_state` in its state dict: checkpoints are those of the unfused model."""
+def seal(model: nn.Module, fused: Iterable[Fused]) -> None:
+    """Call fused layers through their class once all is wrapped around them, so that compiled code finds one function.
+
+    A compiler takes them as they are: what they do is not traced.
+    """
+    for layer in fused:
+        if layer.layer != "DotProductAttention":
+            module: Any = model.get_submodule(layer.name)
+            module.run = vars(module).pop("forward")
+
+
+@functools.cache
+def _adapted(cls: Any) -> Any:
+    """The class without `_extra_state` in its state dict (checkpoints are those of the unfused model), and sealed."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
     plain = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
-    return type(cls.__name__, (cls,), plain)
+    return type(cls.__name__, (cls,), {**plain, "forward": torch.compiler.disable(forward), "run": run})

@@ -79,7 +79,8 @@ def mlp_computes(
     ``gate``, ``up`` and ``down`` name its linear children; ``erf`` asks for gelu's exact form, which
     TransformerEngine does not have.
     """
-    small = {name: _small_linear(module.get_submodule(name), inner=name != down) for name in (gate, up, down) if name}
+    names = [name for name in (gate, up, down) if name]
+    small = {n: _small_linear(module.get_submodule(n), inner=n != down, seed=i) for i, n in enumerate(names, 1)}
     act = ACTIVATIONS[GATED.get(activation, activation)]
     if erf:
         act = F.gelu
@@ -89,9 +90,9 @@ def mlp_computes(
     return found is not None and _close(found, small[down](hidden), _MLP_BOUND)
 
 
-def _small_linear(linear: nn.Module, *, inner: bool) -> nn.Linear:
+def _small_linear(linear: nn.Module, *, inner: bool, seed: int) -> nn.Linear:
     sizes = (_OUTER, _INNER) if inner else (_INNER, _OUTER)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     small = nn.Linear(*sizes, bias=getattr(linear, "bias", None) is not None, dtype=torch.float64, device="meta")
     for name, parameter in list(small.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

@@ -13,7 +13,8 @@ def rebound(bound: BoundPlan, fused: Iterable[Fused]) -> BoundPlan:
     """``bound`` as it is applied: entries of replaced modules are gone or empty, fused layers have their own."""
     entries: dict[str, BoundModule] = {name: module for module in bound.modules for name in module.names}
     for layer in fused:
-        _replace(entries, layer)
+        if layer.layer != "DotProductAttention":
+            _replace(entries, layer)
     groups: dict[BoundModule, list[str]] = {}
     for name, module in entries.items():
         groups.setdefault(dataclasses.replace(module, names=()), []).append(name)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/gpu/te_job.py
 
-Prints a line a case and fails if a bound is missed. Beside each case stands what the unfused bf16 model shows on one
-GPU: rounding alone.
+Prints a line a case and fails if a bound is missed: 1.5e-2 in bf16, 2e-1 in FP8, or 1.5 times what rounding alone does
+in the unfused bf16 model on one GPU, which is printed first.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ def main() -> None:
     batch, failed = {"input_ids": ids, "labels": ids}, 0
     references = models()
     truths = {name: grads(model, batch) for name, model in references.items()}
+    rounding = {}
     for name, model in references.items():
         error, where = worst(grads(copy.deepcopy(model).bfloat16(), batch), truths[name])
+        rounding[name] = error
         tell(f"{name:<18} unfused, bf16, one GPU: {error:.1e} ({where})")
     for name, options, axes in cases():
         mesh = init_device_mesh("cuda", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -107,7 +109,7 @@ def main() -> None:
         assert any(module.style == "te" for module in applied(sharded).bound.modules)
         assert not any("_extra_state" in key for key in sharded.state_dict())
         error, where = worst(grads(sharded, batch, steps=3), truths[name])
-        bound = BOUNDS[options.get("fp8")]
+        bound = max(BOUNDS[options.get("fp8")], 1.5 * rounding[name])
         verdict = "ok" if error <= bound else "FAILED"
         failed += error > bound
         tell(f"{name:<18} {axes} {options}: {error:.1e} ({where}) {verdict}")

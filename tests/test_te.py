@@ -1,0 +1,435 @@
+"""TransformerEngine layers under a plan, on a stand-in of its interface: exact in float64, or refused with a reason."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import dtplan
+from dtplan.plan.library import locate
+from dtplan.plan.read import load_plan, parse_plan
+from dtplan.planner.apply import applied
+from dtplan.prove.oracle import BOUND, errors, outcome, relative_error, wholes
+from dtplan.prove.simulated import simulated_ranks
+from dtplan.te import engine as engines
+from dtplan.te import overlap
+from dtplan.te.choose import choose
+from dtplan.te.install import Mailbox
+from dtplan.te.probe import norm_of
+from tests import te_standin
+from tests.families import batch
+from tests.models import drawing
+
+TINY: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "attn_implementation": "sdpa",
+    "use_cache": False,
+}
+NEOX: dict[str, Any] = {**TINY, "hidden_act": "gelu_new", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+LLAMA: dict[str, Any] = {**TINY, "num_key_value_heads": 2}
+MODELS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
+    "llama, biases, tied": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    ),
+    "neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**NEOX)),
+    "neox, sequential": lambda: transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(**NEOX, use_parallel_residual=False)
+    ),
+    "neox, erf": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**{**NEOX, "hidden_act": "gelu"})),
+}
+
+
+@pytest.fixture
+def standin(monkeypatch) -> engines.Engine:
+    monkeypatch.setattr(engines, "find", lambda: te_standin.ENGINE)
+    te_standin.ENTERED.clear()
+    return te_standin.ENGINE
+
+
+def build(name: str) -> nn.Module:
+    with drawing(seed=0):
+        model: nn.Module = MODELS[name]().double()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def found_on_ranks(name: str, axes: dict[str, int], check: Any = None, **options: Any) -> dict[str, float]:
+    """The largest error of each tensor over the ranks of a mesh."""
+    model, data = build(name), batch("llama", images=False)
+    truth = outcome(copy.deepcopy(model), data)
+    ranks = torch.Size(axes.values()).numel()
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def on_rank(rank: int) -> dict[str, float]:
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        sharded = dtplan.parallelize(copies[rank], mesh, **options)
+        if check is not None:
+            check(sharded)
+        return errors(outcome(sharded, data), truth)
+
+    found = simulated_ranks(ranks, on_rank)
+    assert all(each.keys() == found[0].keys() for each in found)
+    return {key: max(each[key] for each in found) for key in found[0]}
+
+
+def fused_layers(model: nn.Module) -> set[str]:
+    return {module.kind for module in applied(model).bound.modules if module.style == "te"}
+
+
+# ---------------------------------------------------------------------------------------------------------- exactness
+
+ALL_OF_LLAMA = {"te.LayerNormLinear", "te.Linear", "te.LayerNormMLP", "te.RMSNorm"}
+ALL_OF_NEOX = {"te.LayerNormLinear", "te.Linear", "te.LayerNormMLP", "te.LayerNorm"}
+LAYERS = {
+    "llama": ALL_OF_LLAMA,
+    "llama, biases, tied": ALL_OF_LLAMA,
+    "neox": ALL_OF_NEOX,
+    "neox, sequential": ALL_OF_NEOX,
+    "neox, erf": ALL_OF_NEOX - {"te.LayerNormMLP"},
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
+@pytest.mark.parametrize("axes", [{"tp": 1}, {"tp": 2}, {"shard": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_fused_layers_are_exact(standin, name, axes, sequence_parallel):
+    """Logits and every gradient, by the names and shapes of the unfused model."""
+
+    def check(model: nn.Module) -> None:
+        assert fused_layers(model) == LAYERS[name]
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+    found = found_on_ranks(name, axes, check, sequence_parallel=sequence_parallel, loss_parallel=True)
+    assert max(found.values()) <= BOUND
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
+def test_replicas_and_recomputation_around_fused_layers(standin, sequence_parallel):
+    """Casts to float32 inside the model bound the comparison: what is recomputed is out of the oracle's reach."""
+    model, ids = build("llama"), batch("llama", images=False)["input_ids"]
+    reference = copy.deepcopy(model)
+    reference(input_ids=ids, labels=ids).loss.backward()
+    copies = [copy.deepcopy(model) for _ in range(4)]
+
+    def on_rank(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        sharded = dtplan.parallelize(
+            copies[rank], mesh, te="require", sequence_parallel=sequence_parallel, activation_checkpointing=True
+        )
+        sharded(input_ids=ids, labels=ids).loss.backward()
+        found = wholes(sharded, {name: p.grad for name, p in sharded.named_parameters() if p.grad is not None})
+        return max(relative_error(found[name], p.grad) for name, p in reference.named_parameters())  # type: ignore[arg-type]
+
+    assert max(simulated_ranks(4, on_rank)) < 1e-6
+
+
+def test_the_parts_of_a_fused_weight_may_come_in_any_order(standin):
+    """Each outlet hands out its own part, so the order of `linears` is free."""
+    text = plan_text("llama")
+    other = text.replace("self_attn.k_proj, self_attn.v_proj]", "self_attn.v_proj, self_attn.k_proj]")
+    assert other != text
+    plan = parse_plan(other)
+    assert max(found_on_ranks("llama", {"tp": 2}, plan=plan, te="require").values()) <= BOUND
+
+
+def test_gate_and_up_exchanged_do_not_compute_the_same_and_are_kept(standin):
+    text = plan_text("llama")
+    wrong = text.replace("gate: mlp.gate_proj, up: mlp.up_proj", "gate: mlp.up_proj, up: mlp.gate_proj")
+    plan = parse_plan(wrong)
+    model = build("llama")
+    kept = choose(model, dtplan.bind(model, plan)).kept
+    assert [k.layer for k in kept] == ["LayerNormMLP"]
+    assert "does not compute" in kept[0].reason
+
+
+def test_a_norm_s_gradient_that_is_not_summed_is_seen(standin, monkeypatch):
+    """The gradients of norms and row biases inside fused layers are partial sums under sequence parallelism."""
+    from dtplan.te import choose as chooser
+
+    summed = chooser._Chooser._norm_tensors
+
+    def not_summed(self: Any, norm: str, *, inside: bool) -> Any:
+        for tensor in summed(self, norm, inside=inside):
+            yield dataclasses.replace(tensor, bound=dataclasses.replace(tensor.bound, grad="complete"))
+
+    monkeypatch.setattr(chooser._Chooser, "_norm_tensors", not_summed)
+    found = found_on_ranks("llama", {"tp": 2}, sequence_parallel=True)
+    wrong = {name for name, error in found.items() if error > BOUND}
+    layers = [
+        f"grad model.layers.{i}.{n}.weight" for i in (0, 1) for n in ("input_layernorm", "post_attention_layernorm")
+    ]
+    assert wrong == set(layers)
+
+
+def plan_text(name: str) -> str:
+    return locate(name)[0].read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------- what is read, and by whom
+
+
+def test_nothing_but_the_fused_layer_may_read_a_fused_norm(standin):
+    mailbox = Mailbox("model.layers.0.input_layernorm")
+    x = torch.ones(2, 3)
+    assert mailbox.put(x).isnan().all()
+    with pytest.raises(dtplan.ApplyError, match=r"attention does not read what model.layers.0.input_layernorm returns"):
+        mailbox.take(x, "attention")
+
+
+def test_a_second_reader_of_a_fused_norm_turns_the_loss_into_nan(standin):
+    model = build("llama")
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    attend = attention.forward
+
+    def also_reading(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        out, weights = attend(hidden_states, **kwargs)
+        return out + 0 * hidden_states, weights
+
+    attention.forward = also_reading
+    losses = []
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        sharded = dtplan.parallelize(model, mesh, te="require")
+        ids = batch("llama", images=False)["input_ids"]
+        losses.append(sharded(input_ids=ids, labels=ids).loss)
+
+    simulated_ranks(1, on_rank)
+    assert losses[0].isnan()
+
+
+def test_the_state_dict_has_no_extra_state_and_loads(standin):
+    def check(model: nn.Module) -> None:
+        state = model.state_dict()
+        assert not [key for key in state if "extra_state" in key]
+        model.load_state_dict(state)
+
+    assert max(found_on_ranks("llama", {"tp": 2}, check, te="require").values()) <= BOUND
+
+
+# ------------------------------------------------------------------------------------------------------------- choices
+
+
+def reasons(model: nn.Module, plan: Any = "auto", *, tp: int = 2, fp8: bool = False) -> dict[str, str]:
+    return {k.layer: k.reason for k in choose(model, dtplan.bind(model, plan, tp=tp), fp8=fp8).kept}
+
+
+def test_erf_gelu_is_kept_unless_the_plan_accepts_the_tanh_form(standin):
+    model = build("neox, erf")
+    assert "erf form" in reasons(model)["LayerNormMLP"]
+    assert "approximate_gelu: true" in reasons(model)["LayerNormMLP"]
+    plan = parse_plan(plan_text("gpt_neox").replace("activation: gelu}", "activation: gelu, approximate_gelu: true}"))
+    assert "LayerNormMLP" not in reasons(model, plan)
+
+
+def test_fp8_needs_multiples_of_16_on_every_rank():
+    model = build("llama")
+    assert reasons(model, fp8=True, tp=1) == {}
+    kept = reasons(model, fp8=True, tp=2)
+    assert kept["LayerNormLinear"] == "FP8 needs multiples of 16; k_proj has [8, 32] on a rank"
+
+
+def test_attention_that_is_not_sdpa_is_kept():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, "attn_implementation": "eager"}))
+    assert "its config chooses eager attention" in reasons(model)["DotProductAttention"]
+
+
+def test_dropout_inside_the_mlp_is_kept(standin):
+    model = build("neox")
+    for layer in model.gpt_neox.layers:  # type: ignore[union-attr]
+        layer.mlp.dropout = nn.Dropout(0.1)
+    assert reasons(model)["LayerNormMLP"] == "it has dropout inside (dropout)"
+
+
+def test_layers_that_are_frozen_in_part_are_kept():
+    model = build("llama")
+    model.get_parameter("model.layers.1.self_attn.k_proj.weight").requires_grad_(False)
+    choice = choose(model, dtplan.bind(model, tp=2))
+    assert "differ in dtype or in what is trained" in choice.kept[0].reason
+    assert {f.name for f in choice.fused if f.layer == "LayerNormLinear"} == {"model.layers.0.self_attn.te_qkv_proj"}
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind", "zero_centered"),
+    [
+        (nn.LayerNorm(24, eps=1e-3), "LayerNorm", False),
+        (nn.RMSNorm(24, eps=1e-6), "RMSNorm", False),
+        (transformers.models.llama.modeling_llama.LlamaRMSNorm(24, eps=1e-6), "RMSNorm", False),
+        (transformers.models.gemma.modeling_gemma.GemmaRMSNorm(24, eps=1e-6), "RMSNorm", True),
+    ],
+    ids=["torch layer norm", "torch rms norm", "llama", "gemma"],
+)
+def test_norms_are_told_by_what_they_compute(norm, kind, zero_centered):
+    found = norm_of(norm)
+    assert found is not None
+    assert (found.kind, found.zero_centered, found.bias) == (kind, zero_centered, kind == "LayerNorm")
+
+
+def test_a_norm_that_computes_something_else_is_none_that_is_known():
+    class Halved(nn.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) / 2
+
+    assert norm_of(Halved(24, eps=1e-6)) is None
+    wrong_eps: Any = nn.RMSNorm(24, eps=1e-6)
+    wrong_eps.variance_epsilon = 1e-5
+    assert norm_of(wrong_eps) is None
+    assert norm_of(nn.Linear(24, 24)) is None
+    assert norm_of(nn.RMSNorm(24, eps=1e-6).to("meta")) is not None
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def refusal(name: str = "llama", dtype: torch.dtype = torch.float64, **options: Any) -> str:
+    def on_rank(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        with pytest.raises(dtplan.ApplyError) as caught:
+            dtplan.parallelize(models[rank], mesh, **options)
+        assert all(type(p) is nn.Parameter for p in models[rank].parameters())
+        return str(caught.value)
+
+    models = [build(name).to(dtype) for _ in range(2)]
+    first, second = simulated_ranks(2, on_rank)
+    assert first == second
+    return first
+
+
+def test_without_transformer_engine_auto_is_off_and_require_says_why(monkeypatch):
+    monkeypatch.setattr(engines, "find", lambda: "TransformerEngine cannot be imported (no)")
+
+    def check(model: nn.Module) -> None:
+        assert not fused_layers(model)
+
+    found = found_on_ranks("llama", {"tp": 2}, check)
+    assert max(found.values()) <= BOUND
+    assert refusal(te="require") == "te='require': TransformerEngine cannot be imported (no)"
+    assert refusal(fp8="current").startswith("fp8='current' needs fused layers: TransformerEngine cannot be imported")
+
+
+def test_this_machine_has_none_or_says_which():
+    found = engines.find()
+    assert isinstance(found, engines.Engine) or "pip install 'dtplan[te]'" in found
+
+
+def test_refusals(standin):
+    assert refusal(te="maybe") == "te='maybe': give 'auto', 'require' or 'off'"
+    assert "compute in float64, the model in float32" in refusal(te="require", dtype=torch.float32)
+    assert "not every layer can be fused" in refusal("neox, erf", te="require")
+    assert "give one of current, delayed, block" in refusal(fp8="e4m3")
+    assert "need Blackwell" in refusal(fp8="mxfp8")
+    assert "fp8='current' needs fused layers: te='off'" in refusal(te="off", fp8="current")
+
+
+def test_a_mesh_of_another_device_is_told(monkeypatch):
+    real = dataclasses.replace(te_standin.ENGINE, devices=frozenset({"cuda"}))
+    monkeypatch.setattr(engines, "find", lambda: real)
+    assert refusal(te="require") == "te='require': its layers run on cuda, the mesh is of cpu"
+
+
+# ----------------------------------------------------------------------------------------------------------------- FP8
+
+
+def test_fp8_reduces_its_maxima_over_all_ranks(standin):
+    """Case B94: the group is tensor and data parallel together."""
+    wide = {"num_key_value_heads": 4, "head_dim": 16}
+    config = transformers.LlamaConfig(**{**LLAMA, **wide})
+    with drawing(seed=0):
+        models = [transformers.LlamaForCausalLM(config).double() for _ in range(4)]
+        for model in models[1:]:
+            model.load_state_dict(models[0].state_dict())
+    ids = batch("llama", images=False)["input_ids"]
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        sharded = dtplan.parallelize(models[rank], mesh, fp8="delayed", sequence_parallel=True)
+        sharded(input_ids=ids)
+
+    simulated_ranks(4, on_rank)
+    assert len(te_standin.ENTERED) == 4
+    for recipe, group in te_standin.ENTERED:
+        assert type(recipe).__name__ == "DelayedScaling"
+        assert recipe.reduce_amax
+        assert group is not None
+        assert group.size() == 4
+
+
+def test_recomputation_with_fp8_is_transformer_engine_s_own(standin, monkeypatch):
+    calls: list[int] = []
+    recompute = te_standin.checkpoint
+
+    def counted(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return recompute(forward, *args, **kwargs)
+
+    monkeypatch.setattr(standin.layers, "checkpoint", counted)
+    model = build("neox")
+    ids = batch("llama", images=False)["input_ids"]
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        dtplan.parallelize(model, mesh, fp8="current", activation_checkpointing=True)(input_ids=ids)
+
+    simulated_ranks(1, on_rank)
+    assert len(calls) == 2  # layers
+
+
+def test_overlap_names_the_layers_of_a_unit_and_needs_sequence_parallelism(standin, monkeypatch):
+    monkeypatch.setattr(overlap._Session, "made", None)
+    te_standin.BUFFERS.clear()
+    layers: dict[str, str | None] = {}
+
+    def check(model: nn.Module) -> None:
+        for name in ("self_attn.te_qkv_proj", "self_attn.o_proj", "mlp"):
+            module: Any = model.get_submodule(f"model.layers.1.{name}")
+            assert module.overlaps
+            layers[name] = module.ub_name
+
+    found = found_on_ranks("llama", {"tp": 2}, check, sequence_parallel=True, overlap_tokens=16)
+    assert max(found.values()) <= BOUND
+    assert layers == {"self_attn.te_qkv_proj": "qkv", "self_attn.o_proj": "proj", "mlp": None}
+    assert te_standin.BUFFERS[0][0] == ([16, 32], 2)
+    assert te_standin.BUFFERS[0][1]["quantization_modes"] == ["NONE"]
+    assert "for 16 tokens of 32 features" in refusal(sequence_parallel=True, overlap_tokens=32)
+    assert "sequence_parallel is off" in refusal(overlap_tokens=16)
+    assert "te='off'" in refusal(te="off", sequence_parallel=True, overlap_tokens=16)
+
+
+def test_quantised_parameters_are_refused(standin):
+    """`quantized_model_init` with tensor parallelism: a scale for each rank's part would differ."""
+
+    class Quantised(torch.Tensor):
+        _quantizer = object()
+
+    model = build("llama")
+    weight = model.get_submodule("model.layers.0.self_attn.q_proj")
+    data = torch.zeros(32, 32, dtype=torch.float64).as_subclass(Quantised)
+    weight.weight = nn.Parameter(data, requires_grad=False)
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        with pytest.raises(dtplan.ApplyError, match=r"q_proj.weight is quantised already"):
+            dtplan.parallelize(model, mesh)
+
+    simulated_ranks(1, on_rank)
+
+
+def test_the_plans_declare_what_they_fuse():
+    for name in ("llama", "gpt_neox"):
+        assert load_plan(name).te
+    assert dist.is_available()
