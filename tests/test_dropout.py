@@ -46,7 +46,7 @@ def masks() -> Iterator[list[Tensor]]:
     seen: list[Tensor] = []
     inner = nn.functional.dropout
 
-    def watched(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def watched(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
         dropped = inner(input, p, training, inplace)
         if p and training:
             seen.append((dropped != 0).detach().clone())
