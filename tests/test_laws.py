@@ -110,7 +110,7 @@ def test_live_and_meta_models_bind_alike(case: tuple[Any, dict[str, Any]], switc
 
 MODULES = {
     "llama": ("q_proj", "o_proj", "self_attn", "down_proj", "post_attention_layernorm", "embed_tokens", "rotary_emb"),
-    "gpt_neox": ("query_key_value", "dense_4h_to_h", "attention", "final_layer_norm", "embed_in", "layers"),
+    "gpt_neox": ("query_key_value", "dense_4h_to_h", "dense", "final_layer_norm", "embed_in", "layers"),
 }
 
 

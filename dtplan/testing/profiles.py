@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 _EXAMPLES = {"default": 10, "ci": 25, "nightly": 500}
 """Examples of a property that needs no ranks or few; costly ones take a share of it."""
@@ -16,6 +16,7 @@ def _register() -> None:
             deadline=None,  # ranks start, kernels warm up
             derandomize=name == "ci",  # a red build is a change's doing
             print_blob=True,
+            phases=[phase for phase in Phase if phase is not Phase.explain],  # it traces all of torch
             suppress_health_check=[HealthCheck.too_slow],
         )
 
