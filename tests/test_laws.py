@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -260,8 +261,8 @@ def test_a_checkpoint_that_went_through_two_degrees_has_the_same_bytes(data: st.
     config, sizes = data.draw(cases(shard=(1, 2)))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     other = data.draw(degrees(config, tp=[t for t in (2, 4, 1) if heads % t == 0], shard=(1, 2)))
-    with TemporaryDirectory() as name:
-        folder = Path(name)
+    with TemporaryDirectory() as place:
+        folder = Path(place)
         live(config).to(torch.float32).save_pretrained(folder / "given")
         for source, target, axes in (("given", "once", sizes), ("once", "twice", other)):
             simulated_ranks(world(axes), _resaved, config, axes, folder / source, folder / target)
@@ -270,7 +271,11 @@ def test_a_checkpoint_that_went_through_two_degrees_has_the_same_bytes(data: st.
         for file in files:
             assert (folder / "once" / file).read_bytes() == (folder / "twice" / file).read_bytes()
         assert sorted(p.name for p in (folder / "twice").iterdir()) == files
-        assert (folder / "given/model.safetensors").read_bytes() == (folder / "twice/model.safetensors").read_bytes()
+        given_, twice = (load_file(folder / name / "model.safetensors") for name in ("given", "twice"))
+        if config.model_type == "gpt_neox" and "embed_out.weight" in given_:  # transformers writes the head's old name
+            given_["lm_head.weight"] = given_.pop("embed_out.weight")
+        assert given_.keys() == twice.keys()
+        assert all(torch.equal(twice[name], tensor) for name, tensor in given_.items())
 
 
 def _resaved(rank: int, config: Any, sizes: dict[str, Any], source: Path, target: Path) -> None:
