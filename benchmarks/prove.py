@@ -1,6 +1,6 @@
 """How long a proof takes, beside the same comparison made by a process per rank.
 
-    python benchmarks/prove.py [--tp 2,4,8] [--skip-processes]
+    python benchmarks/prove.py [--tp 2,4,8] [--plan llama|gpt_neox] [--skip-processes]
 
 Each figure is a whole process, imports included. `dtplan prove` runs all its legs: every degree, with and without
 sequence parallelism, each with and without loss parallelism. The process per rank is what one writes without it:
@@ -94,6 +94,7 @@ def main() -> int:
     """Time both, print the table, check the promise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tp", default="2,4,8")
+    parser.add_argument("--plan", choices=[plan for plan, _ in CONFIGS], help="only this one")
     parser.add_argument("--skip-processes", action="store_true")
     parser.add_argument("--by-processes", nargs=2, metavar=("PLAN", "MODEL"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -101,14 +102,19 @@ def main() -> int:
     if given.by_processes:
         return by_processes(*given.by_processes, degrees)
     kept = True
-    print(f"{os.cpu_count()} cores; tp {given.tp}, float64, whole processes")
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f} from others; tp {given.tp}, float64, whole processes", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for (plan, label), config in CONFIGS.items():
+            if given.plan not in (None, plan):
+                continue
             file = Path(name) / f"{plan}.json"
             file.write_text(json.dumps(config))
             ours, code = seconds("-m", "dtplan.cli", "prove", plan, "--model", str(file), "--tp", given.tp)
             kept &= code == 0 and ours < PROMISE_S
-            print(f"dtplan prove {plan:<9} {label:<13} {ours:7.1f} s  exit {code}  (under {PROMISE_S:.0f} s)")
+            print(
+                f"dtplan prove {plan:<9} {label:<13} {ours:7.1f} s  exit {code}  (under {PROMISE_S:.0f} s)", flush=True
+            )
             if not given.skip_processes:
                 theirs, code = seconds(__file__, "--tp", given.tp, "--by-processes", plan, str(file))
                 print(f"  a process per rank, the same legs {theirs:7.1f} s  exit {code}  ratio {theirs / ours:.1f}")

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from dtplan.planner.degrees import Degrees
     from dtplan.planner.loss import cross_entropy
     from dtplan.smp import State, get_state, init, is_initialized, reset, transform
+    from dtplan.training.checkpoints import Resumed, TrainingCheckpoints
     from dtplan.weights.api import load, save
+    from dtplan.weights.initialize import initialize
 
 __version__ = "0.1.0.dev0"
 
@@ -50,6 +52,9 @@ _HOMES = {
     "is_initialized": "dtplan.smp",
     "reset": "dtplan.smp",
     "transform": "dtplan.smp",
+    "Resumed": "dtplan.training.checkpoints",
+    "TrainingCheckpoints": "dtplan.training.checkpoints",
+    "initialize": "dtplan.weights.initialize",
     "load": "dtplan.weights.api",
     "save": "dtplan.weights.api",
 }
@@ -64,7 +69,9 @@ __all__ = [
     "DtplanError",
     "Plan",
     "PlanError",
+    "Resumed",
     "State",
+    "TrainingCheckpoints",
     "WeightsError",
     "__version__",
     "applied",
@@ -75,6 +82,7 @@ __all__ = [
     "cross_entropy",
     "get_state",
     "init",
+    "initialize",
     "is_initialized",
     "load",
     "load_plan",

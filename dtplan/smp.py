@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ def init(
     """
     if not dist.is_initialized():
         _init_process_group()
+        atexit.register(_end_process_group)
     degrees: Degrees = together(
         lambda: read_degrees(
             config,
@@ -133,14 +135,27 @@ def init(
     return _Session.state
 
 
-def transform(model: M, **options: Any) -> M:
+def transform(model: M, *, load_state_dict_from_rank0: bool = False, **options: Any) -> M:
     """Shard ``model`` over the mesh that ``init`` made; ``options`` are those of ``parallelize``.
+
+    With ``load_state_dict_from_rank0`` the weights are those that the model has on rank 0; on other ranks it may be
+    on the meta device, and its values do not count. Each rank gets its part tensor by tensor.
 
     Raises:
         ApplyError: ``init`` was not called.
         BindError: no plan serves the model's class, or the plan does not fit.
+        WeightsError: rank 0 has no weights to give.
     """
-    return parallelize(model, get_state().mesh, **options)
+    mesh = get_state().mesh
+    if not load_state_dict_from_rank0:
+        return parallelize(model, mesh, **options)
+    from dtplan.weights.api import load
+    from dtplan.weights.rank0 import take_from_rank0
+
+    held = take_from_rank0(model)
+    model = parallelize(model, mesh, **options)
+    load(model, held, from_rank0=True)
+    return model
 
 
 def get_state() -> State:
@@ -166,6 +181,12 @@ def reset() -> None:
 
 def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _end_process_group() -> None:
+    """What ``init`` began ends with the process; left to the interpreter, a backend's threads may abort it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _init_process_group() -> None:

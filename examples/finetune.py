@@ -43,7 +43,6 @@ def finetune(args: argparse.Namespace) -> None:
         raise InputError(f"{args.model}: token {ids.max()} does not fit a vocabulary of {config.vocab_size}")
     steps = schedule(len(ids), args.batch_size, args.epochs, args.seed)
     batches = list(itertools.islice(steps, args.max_steps))
-    log = Log(args.metrics or Path(f"{args.output}.jsonl"), state.rank, len(batches))
 
     with torch.device("meta"):  # no rank ever holds the whole model
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -54,13 +53,18 @@ def finetune(args: argparse.Namespace) -> None:
         mixed_precision=None if args.precision == "fp32" else args.precision,
         activation_checkpointing=args.activation_checkpointing,
     )
-    dtplan.load(model, args.model)
-    model.train()
-
     optimizer = make_optimizer(model, args)
     decay = LambdaLR(optimizer, lambda step: learning_rate(step, len(batches), args.warmup_steps))
-    with log.bar:
-        for step, rows in enumerate(batches, 1):
+    checkpoints = dtplan.TrainingCheckpoints(Path(f"{args.output}-checkpoints"), model, optimizer, decay)
+    order = {"blocks": len(ids), "batch_size": args.batch_size, "seed": args.seed}  # what the order of data rests on
+    done = resume(checkpoints, order) if args.resume else 0
+    if not done:
+        dtplan.load(model, args.model)
+    model.train()
+
+    log = Log(args.metrics or Path(f"{args.output}.jsonl"), state.rank, len(batches), done)
+    with log.bar, checkpoints:
+        for step, rows in enumerate(batches[done:], done + 1):
             start = time.perf_counter()
             micro_batches = own_part(ids, labels, rows, args.micro_batch_size, state)
             num_items = int((labels[rows, 1:] != IGNORED).sum())  # over all ranks and micro-batches
@@ -73,10 +77,22 @@ def finetune(args: argparse.Namespace) -> None:
             seconds = time.perf_counter() - start
             speed = len(rows) * args.sequence_length / seconds
             log.step(step=step, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=speed, seconds=seconds)
+            if args.save_every and step % args.save_every == 0:
+                checkpoints.save(step, extra=order, asynchronous=True)
     dtplan.save(model, args.output, dtype=getattr(torch, args.save_dtype), tokenizer=tokenizer)
     log.write(f"saved {args.output}")
     if args.check:
         check_reload(model, tokenizer, args, state, log)
+
+
+def resume(checkpoints: dtplan.TrainingCheckpoints, order: dict[str, int]) -> int:
+    """Go on from the latest checkpoint, if there is one, at whatever degrees it was saved; the steps done."""
+    found = checkpoints.resume()
+    if found is None:
+        return 0
+    if found.extra != order:
+        raise InputError(f"{found.folder} was saved with {found.extra} and not with {order}: the data would differ")
+    return found.step
 
 
 def read_model_folder(folder: Path) -> tuple[Any, Any]:
@@ -136,15 +152,16 @@ def learning_rate(step: int, num_steps: int, warmup: int) -> float:
 class Log:
     """What rank 0 tells: a line a step, the same as JSON in a file, and a progress bar on a terminal."""
 
-    def __init__(self, file: Path, rank: int, num_steps: int) -> None:
+    def __init__(self, file: Path, rank: int, num_steps: int, done: int = 0) -> None:
         self.file = file
         self.console = Console(highlight=False, soft_wrap=True, markup=False, quiet=rank != 0)
         self.bar = Progress(console=self.console, disable=rank != 0 or not self.console.is_terminal)
-        self.task = self.bar.add_task("training", total=num_steps)
+        self.task = self.bar.add_task("training", total=num_steps, completed=done)
         if rank == 0:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text("")
+                lines = file.read_text().splitlines(keepends=True) if done and file.exists() else []
+                file.write_text("".join(line for line in lines if json.loads(line).get("step", done + 1) <= done))
             except OSError as error:
                 raise InputError(f"cannot write {file}: {error}") from None
 
@@ -231,6 +248,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--weight-decay", type=at_least(0, float), default=0.1, help="of all but norms and biases")
     add("--clip", type=at_least(0, float), default=1.0, help="highest gradient norm")
     add("--seed", type=count, default=0, help="of the order of the data")
+    add("--save-every", type=count, default=0, help="steps between training checkpoints; 0 is none")
+    add("--resume", action="store_true", help="go on from the latest of OUTPUT-checkpoints, at any degrees")
     add("--check", metavar="PROMPT", help="reload with plain transformers, compare logits, complete PROMPT")
     return parser.parse_args(arguments)
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -109,6 +110,23 @@ def test_every_division_of_the_work_gives_the_same_losses(train, alone, ranks, o
     found = train(ranks, "--epochs", "2", "--lr", "1e-3", *options.split())
     assert len(found) == 4
     assert found == [pytest.approx(step, rel=CLOSE) for step in alone]
+
+
+def test_a_run_goes_on_at_other_degrees(pool, inputs, alone, tmp_path):
+    options = ["--epochs", "2", "--lr", "1e-3", "--micro-batch-size", "2"]
+    first = arguments(inputs, tmp_path / "tuned", *options, "--save-every", "2")
+    assert pool.run(called, [first], ranks=1) == [[(0, "")]]
+    folder = tmp_path / "tuned-checkpoints"
+    assert sorted(one.name for one in folder.iterdir()) == ["step-00000002", "step-00000004"]
+    shutil.rmtree(folder / "step-00000004")  # as if the run had ended after step 3
+    more = arguments(inputs, tmp_path / "tuned", *options, "--tp", "2", "--resume")
+    other = [*more, "--tp", "1", "--seed", "1"]
+    assert pool.run(called, [more], ranks=2) == [[(0, "")]] * 2
+    found = records(tmp_path / "tuned")
+    assert [record["step"] for record in found] == [1, 2, 3, 4]
+    assert [(record["loss"], record["grad_norm"]) for record in found] == [pytest.approx(s, rel=CLOSE) for s in alone]
+    ((code, said),) = pool.run(called, [other], ranks=1)[0]
+    assert (code, "the data would differ" in said) == (2, True)
 
 
 def test_every_step_is_the_mean_over_its_labels(train, inputs):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from click.testing import CliRunner, Result
 
 from dtplan.cli import cli
 from dtplan.plan.read import load_plan, parse_plan
-from dtplan.plan.spec import Plan, S
-from dtplan.prove.held import held
+from dtplan.plan.spec import Plan
 from dtplan.prove.oracle import BOUND
-from dtplan.prove.proof import legs_of, prove, prove_model
+from dtplan.prove.proof import prove, prove_model
 from dtplan.prove.result import Finding, Leg, Proof
-from dtplan.prove.shrink import CannotProveError, live_model, shrink, token_batch
+from dtplan.prove.shrink import CannotProveError, live_model, refuse_unfit
+from dtplan.prove.tell import as_text
 
 WRONG = Path(__file__).parent / "plans" / "wrong"
 LLAMA_7B: dict[str, Any] = {
@@ -195,50 +194,89 @@ def test_a_key_s_bias_has_no_gradient_and_is_not_taken_for_an_error() -> None:
 # ---------------------------------------------------------------------------------- wrong plans are refuted, with why
 
 SEQUENCE = Leg(tp=2, sequence_parallel=True)
-EXPECTED: dict[str, tuple[Leg, str, str, str]] = {
-    # file: (leg, name, kind, a part of the advice)
+PROVED = "with this, the leg is proved"
+EXPECTED: dict[str, tuple[Leg, str, str, str, str]] = {
+    # file: (leg, name, kind, a part of the advice, what a run with the advice gave)
     "qwen3-norms-not-summed": (
         Leg(tp=2),
         "model.layers.1.self_attn.k_norm.weight",
         "partial sum",
         "write `grad: sum`",
+        PROVED,
     ),
-    "qwen3-without-norms": (Leg(tp=2), "DTP403", "refused by bind", "to keep it whole on every rank"),
+    "qwen3-without-norms": (Leg(tp=2), "DTP403", "refused by bind", "to keep it whole on every rank", ""),
     "neox-norms-not-summed": (
         Leg(tp=2),
         "gpt_neox.layers.1.post_attention_layernorm.weight",
         "partial sum",
         "write `grad: sum`",
+        PROVED,
+    ),
+    "neox-qkv-as-three-parts": (
+        Leg(tp=2),
+        "gpt_neox.layers.0.attention.dense",
+        "no sum fits",
+        "write `unit: head`; of 96 rows rank 0 then holds 0-47, not 0-15 and 32-47 and 64-79",
+        PROVED,
     ),
     "llama-norm-on-shards": (
         SEQUENCE,
         "model.layers.1.post_attention_layernorm.weight",
         "partial sum",
         "write `grad: sum`",
+        PROVED,
     ),
     "llama-rowwise-left-partial": (
         Leg(tp=2),
         "model.layers.0.post_attention_layernorm",
         "no sum fits",
         "`model.layers.0.self_attn.o_proj`",
+        PROVED,
     ),
     "llama-input-not-summed": (
         Leg(tp=2),
         "model.layers.0.mlp.down_proj.weight",
         "contaminated",
         "`model.layers.1.self_attn.q_proj`",
+        PROVED,
     ),
     "llama-one-input-not-summed": (
         Leg(tp=2),
         "model.layers.1.input_layernorm.weight",
         "contaminated",
         "`model.layers.1.self_attn.q_proj`",
+        PROVED,
     ),
-    "llama-whole-key": (Leg(tp=2), "model.layers.0.self_attn", "crash", "size of the whole"),
-    "llama-untied-head": (Leg(tp=2), "DTP409", "refused by bind", "both ends"),
-    "gpt-oss-bias-in-the-sum": (Leg(tp=2), "model.layers.0.mlp.experts", "no sum fits", "once: true"),
-    "phi3-gate-up-in-one-piece": (Leg(tp=2), "model.layers.0.mlp.down_proj", "no sum fits", "order of fused parts"),
-    "phi3-qkv-in-one-piece": (Leg(tp=2), "model.layers.0.self_attn", "crash", "size of the whole"),
+    "llama-whole-key": (
+        Leg(tp=2),
+        "model.layers.0.self_attn",
+        "crash",
+        "write `style: colwise, unit: kv_head`",
+        PROVED,
+    ),
+    "llama-wrong-heads": (
+        Leg(tp=2),
+        "model.layers.0.self_attn.o_proj",
+        "no sum fits",
+        "k_proj` (llama-wrong-heads.yaml:8:3): write `style: colwise, unit: kv_head`",
+        PROVED,
+    ),
+    "llama-untied-head": (Leg(tp=2), "DTP409", "refused by bind", "both ends", ""),
+    "gpt-oss-bias-in-the-sum": (Leg(tp=2), "model.layers.0.mlp.experts", "no sum fits", "once: true", PROVED),
+    "phi3-gate-up-in-one-piece": (
+        Leg(tp=2),
+        "model.layers.0.mlp.down_proj",
+        "no sum fits",
+        "write `sections: [ffn, ffn]`; of 128 rows rank 0 then holds 0-31 and 64-95, not 0-63",
+        PROVED,
+    ),
+    "phi3-qkv-in-one-piece": (
+        Leg(tp=2),
+        "model.layers.0.self_attn",
+        "crash",
+        "write `localize: [num_key_value_heads, config.num_attention_heads]`",
+        PROVED,
+    ),
 }
 
 
@@ -253,12 +291,13 @@ def test_every_wrong_plan_has_its_diagnosis() -> None:
 
 @pytest.mark.parametrize("file", EXPECTED)
 def test_a_wrong_plan_is_refuted_with_its_cause(file: str) -> None:
-    leg, name, kind, advice = EXPECTED[file]
+    leg, name, kind, advice, tried = EXPECTED[file]
     model = next(key for key in sorted(MODELS, key=len, reverse=True) if file.startswith(key))
     proof = proof_of(load_plan(WRONG / f"{file}.yaml"), model, leg)
     found = first_finding(proof)
     assert (found.name, found.kind) == (name, kind)
-    assert advice in found.advice
+    assert advice in found.advice.replace(f"{WRONG}/", "")
+    assert found.tried == tried
     if kind not in {"refused by bind", "crash"}:
         assert proof.legs[0].wrong
 
@@ -315,7 +354,10 @@ def test_a_replay_tells_the_same(tmp_path: Path) -> None:
     ("config", "text"),
     [
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "does not run on token ids alone"),
-        ({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}, "has no `num_attention_heads`"),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+            "refuses its shrunken config (ValueError: embed_dim must be divisible by num_heads",
+        ),
     ],
 )
 def test_a_model_that_needs_more_than_tokens_exits_with_2(tmp_path: Path, config: dict[str, Any], text: str) -> None:
@@ -325,6 +367,27 @@ def test_a_model_that_needs_more_than_tokens_exits_with_2(tmp_path: Path, config
     assert isinstance(found.exception, CannotProveError)
     assert text in str(found.exception)
     assert found.exception.exit_code == 2
+
+
+def test_a_model_that_is_large_even_when_shrunken_is_not_built() -> None:
+    with pytest.raises(CannotProveError, match=r"6,738,415,616 parameters even when shrunken"):
+        refuse_unfit(transformers.LlamaForCausalLM, transformers.LlamaConfig())
+
+
+def test_a_nested_config_is_proved_where_tokens_are_enough(tmp_path: Path) -> None:
+    """Nothing is claimed of the vision tower, which takes no part."""
+    vision = {"model_type": "clip_vision_model", "hidden_size": 1024, "num_attention_heads": 16, "image_size": 336}
+    text = {**LLAMA_7B, "vocab_size": 32064}
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    file = config_file(tmp_path, {**config, "text_config": text, "vision_config": vision})
+    proof = prove(WRONG.parent / "llava.yaml", file, tp=[2], sequence_parallel="on")
+    assert_proved(proof, legs=2)
+    used = {choice.field: choice.used for choice in proof.choices}
+    assert used["text_config.num_attention_heads"] == 4
+    assert used["vision_config.hidden_size"] < 1024
+    assert proof.idle
+    assert all("vision_tower" in name or "projector" in name for name in proof.idle)
+    assert f"{len(proof.idle)} parameters take no part on tokens alone" in as_text(proof)
 
 
 def test_an_old_torch_exits_with_2_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,121 +407,3 @@ def test_what_parallelize_cannot_do_yet_is_not_run() -> None:
 def test_degrees_that_are_none_are_misuse(tmp_path: Path) -> None:
     for text in ("two", "2,,4", "0", "-2"):
         assert run("llama", "--model", config_file(tmp_path, LLAMA_7B), "--tp", text).exit_code == 2
-
-
-# -------------------------------------------------------------------------------------------------------- the parts
-
-
-@pytest.mark.parametrize("degrees", [[2], [2, 4, 8], [3, 5], [16]])
-@pytest.mark.parametrize("config", [LLAMA_7B, LLAMA_70B, NEOX_20B], ids=["7b", "70b", "20b"])
-def test_a_shrunken_config_is_divided_by_the_same_degrees(config: dict[str, Any], degrees: list[int]) -> None:
-    given = {key: value for key, value in config.items() if key != "model_type"}
-    real = transformers.AutoConfig.for_model(config["model_type"], **given)
-    small, choices = shrink(real, degrees)
-    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        if (count := getattr(real, field, None)) is not None:
-            used = getattr(small, field)
-            assert [used % d == 0 for d in degrees] == [count % d == 0 for d in degrees], field
-            assert used <= count
-    if hasattr(real, "num_key_value_heads"):
-        ratio = real.num_attention_heads / real.num_key_value_heads
-        assert small.num_attention_heads / small.num_key_value_heads == ratio
-    told = {choice.field: choice.used for choice in choices}
-    assert told == {field: getattr(small, field) for field in told}
-    assert told["num_hidden_layers"] == 2
-
-
-def test_every_kind_of_layer_is_kept() -> None:
-    kinds = ["linear_attention"] * 3 + ["full_attention"]
-    real = transformers.Qwen3NextConfig(layer_types=kinds * 3, num_hidden_layers=12)
-    small, _ = shrink(real, [2])
-    assert small.layer_types == ["linear_attention", "full_attention"]
-    dense_first = transformers.DeepseekV3Config(num_hidden_layers=8, first_k_dense_replace=3)
-    assert shrink(dense_first, [2])[0].first_k_dense_replace == 1
-    assert shrink(dense_first, [2])[0].num_hidden_layers == 2
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.GPTJConfig(),
-        transformers.GPT2Config(),
-        transformers.BloomConfig(n_head=16),
-        transformers.Gemma2Config(),
-        transformers.MixtralConfig(),
-        transformers.DeepseekV3Config(),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_other_families_run_once_shrunken(config: Any) -> None:
-    small, choices = shrink(config, [2, 4])
-    assert {"hidden_size", "n_embd"} & {choice.field for choice in choices}
-    model = live_model(transformers.AutoModelForCausalLM.from_config(small).__class__, small, 0)
-    assert sum(p.numel() for p in model.parameters()) < 10_000_000
-    batch = token_batch(small, rows=1, length=8, seed=0)
-    loss = model(**batch, use_cache=False).loss
-    assert torch.isfinite(loss)
-
-
-def test_live_models_are_float64_random_everywhere_and_made_by_the_seed() -> None:
-    cls, config = MODELS["llama"]
-    one, same, other = (live_model(cls, config, seed) for seed in (1, 1, 2))
-    for a, b, c in zip(one.parameters(), same.parameters(), other.parameters(), strict=True):
-        assert a.dtype == torch.float64
-        assert torch.equal(a, b)
-        assert not torch.equal(a, c)
-        assert a.std() > 0.1
-    rows = token_batch(config, rows=4, length=8, seed=0)["labels"]
-    assert set((rows != -100).sum(1).tolist()) == {5}  # means of parts add up
-
-
-def test_legs() -> None:
-    assert [str(leg) for leg in legs_of([4, 2, 2], "off")] == [
-        "tp 2",
-        "tp 2, loss_parallel",
-        "tp 4",
-        "tp 4, loss_parallel",
-    ]
-    assert len(legs_of([2], "both")) == 4
-    assert str(legs_of([2], "on", fsdp=True)[-1]) == "shard 2 x tp 2, sequence_parallel"
-
-
-TRUTH = torch.arange(1.0, 25.0, dtype=torch.float64).reshape(4, 6)
-NOISE = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
-
-
-@pytest.mark.parametrize(
-    ("parts", "kind"),
-    [
-        ([TRUTH, TRUTH], "right"),
-        ([NOISE, TRUTH - NOISE], "partial sum"),
-        ([2 * TRUTH, 2 * TRUTH], "counted n times"),
-        ([TRUTH / 2, TRUTH / 4], "no sum fits"),
-        ([TRUTH, NOISE], "ranks disagree"),
-        ([NOISE, NOISE + 1], "no sum fits"),
-        ([TRUTH, None], "missing"),
-        ([TRUTH[:2], TRUTH[2:]], "right"),
-        ([TRUTH[:, :1], TRUTH[:, 1:]], "right"),
-        ([TRUTH[2:], TRUTH[:2]], "another shard"),
-        ([TRUTH[[0, 2]], TRUTH[[1, 3]]], "another shard"),
-        ([2 * TRUTH[:2], 2 * TRUTH[2:]], "counted n times"),
-        ([TRUTH[:2], NOISE[2:]], "ranks disagree"),
-        ([TRUTH[:2], TRUTH[3:]], "wrong shape"),
-    ],
-)
-def test_what_ranks_hold(parts: list[torch.Tensor | None], kind: str) -> None:
-    assert held(parts, TRUTH, None, blocks=4).kind == kind
-
-
-def test_another_order_of_heads_is_spelled() -> None:
-    found = held([TRUTH[[0, 2]], TRUTH[[1, 3]]], TRUTH, S(0), blocks=4)
-    assert "block i of 4 along dim 0 is [0, 2, 1, 3][i]" in found.says
-
-
-def test_models_are_not_touched_by_a_proof() -> None:
-    cls, config = MODELS["llama"]
-    model = live_model(cls, config, 0)
-    before = copy.deepcopy(model.state_dict())
-    prove_model(lambda: model, load_plan("llama"), given="llama", model="llama", legs=[Leg(tp=2)])
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())

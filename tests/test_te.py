@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
+from click.testing import CliRunner
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dtplan
+from dtplan.cli import cli
 from dtplan.plan.library import locate
-from dtplan.plan.read import load_plan, parse_plan
+from dtplan.plan.read import parse_plan
 from dtplan.planner.apply import applied
 from dtplan.prove.oracle import BOUND, errors, outcome, relative_error, wholes
 from dtplan.prove.simulated import simulated_ranks
@@ -429,7 +431,29 @@ def test_quantised_parameters_are_refused(standin):
     simulated_ranks(1, on_rank)
 
 
-def test_the_plans_declare_what_they_fuse():
-    for name in ("llama", "gpt_neox"):
-        assert load_plan(name).te
-    assert dist.is_available()
+# ---------------------------------------------------------------------------------------------------------------- show
+
+
+def shown(tmp_path, name: str, *options: str) -> str:
+    MODELS[name]().config.save_pretrained(tmp_path)
+    found = CliRunner().invoke(cli, ["show", "--model", str(tmp_path), "--tp", "2", "--te", *options])
+    assert found.exit_code == 0
+    return found.output
+
+
+def test_show_lists_what_is_fused_and_why_not_the_rest(tmp_path):
+    text = shown(tmp_path, "neox, erf")
+    assert "gpt_neox.layers.*.mlp.te_dense_h_to_4h x2: LayerNormLinear <- post_attention_layernorm, mlp.dense" in text
+    assert "kept: gpt_neox.layers.*: LayerNormMLP <- " in text
+    assert "the model's gelu is the erf form" in text
+    llama = shown(tmp_path, "llama")
+    assert "self_attn.te_qkv_proj x2: LayerNormLinear <- input_layernorm, self_attn.q_proj" in llama
+    assert "its collectives inside" in llama
+    assert "kept:" not in llama
+
+
+def test_show_of_fused_layers_as_json(tmp_path):
+    found = json.loads(shown(tmp_path, "llama", "--fp8", "--json"))["fused"]
+    assert {entry["layer"] for entry in found["fused"]} == {"DotProductAttention", "LayerNormMLP", "Linear", "RMSNorm"}
+    assert [entry["layer"] for entry in found["kept"]] == ["LayerNormLinear"]
+    assert "multiples of 16" in found["kept"][0]["reason"]

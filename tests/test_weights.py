@@ -45,6 +45,7 @@ from dtplan.prove.simulated import simulated_ranks
 from dtplan.weights import gather, load, staging
 from dtplan.weights.agree import agree
 from dtplan.weights.checkpoint import BlockReader, open_checkpoint, read_header
+from dtplan.weights.layouts import file_layout
 from dtplan.weights.load import LoadReport, load_checkpoint
 from dtplan.weights.materialise import materialise
 from dtplan.weights.save import save_checkpoint
@@ -158,7 +159,9 @@ def expected(model: nn.Module) -> dict[str, Tensor]:
 def saved(model: nn.Module, folder: Path) -> Path:
     """The model written by safetensors itself."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: param.detach() for name, param in model.named_parameters()}, folder / "model.safetensors")
+    in_files = file_layout(model).renamed
+    tensors = {in_files(name): param.detach() for name, param in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -308,8 +311,9 @@ def test_files_are_those_that_safetensors_writes(tmp_path):
     assert (tmp_path / "ours" / "model.safetensors").read_bytes() == theirs.read_bytes()
 
 
-def test_transformers_and_dtplan_write_the_same_folder(tmp_path):
-    model = llama(tied=True)
+@pytest.mark.parametrize("kind", ["tied", "untied", "neox"])
+def test_transformers_and_dtplan_write_the_same_folder(tmp_path, kind):
+    model = MODELS[kind]()
     save_checkpoint(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = ({f.name: f for f in (tmp_path / who).iterdir()} for who in ("ours", "theirs"))
@@ -601,14 +605,26 @@ def test_a_checkpoint_of_the_model_with_a_head_fits_the_base_model(tmp_path):
 def test_a_renamed_head_is_found_by_its_alias(tmp_path):
     source = neox()
     tensors = expected(source)
-    tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
+    tensors["output.weight"] = tensors.pop("lm_head.weight")
     folder = write(tmp_path, tensors)
     text = refusal(load_checkpoint, on_meta(source), folder)
     assert "lm_head.weight" in text
-    assert "aliases=" in text
+    assert "names: " in text
     model = on_meta(source)
-    load_checkpoint(model, folder, aliases={"lm_head": ["embed_out"]})
+    load_checkpoint(model, folder, aliases={"lm_head": ["output"]})
     assert_same_bits(expected(model), expected(source))
+
+
+@pytest.mark.parametrize("head", ["embed_out", "lm_head"])
+def test_a_head_has_the_name_of_the_model_or_that_of_transformers_files(head, tmp_path):
+    source = neox()
+    tensors = expected(source)
+    tensors[f"{head}.weight"] = tensors.pop("lm_head.weight")
+    model = on_meta(source)
+    load_checkpoint(model, write(tmp_path, tensors))
+    assert_same_bits(expected(model), expected(source))
+    save_checkpoint(model, tmp_path / "again")
+    assert "embed_out.weight" in stored(tmp_path / "again")
 
 
 class Nested(nn.Module):
@@ -1040,7 +1056,7 @@ def test_files_are_filled_in_order_and_none_is_empty():
 def test_a_block_is_sent_once_from_the_nearest_rank():
     tensor = FileTensor(name="weight", dtype=torch.float32, shape=(4, 2))
     upper, lower = ((0, 2), (0, 2)), ((2, 4), (0, 2))
-    (whole,) = gather.whole_tensors([tensor], [[upper], [lower], [upper], [lower]])
+    (whole,) = gather.whole_tensors([tensor], [[[upper]], [[lower]], [[upper]], [[lower]]])
     (piece,) = gather.pieces(0, tensor)
     steps = [gather.plan_step([whole], dict.fromkeys(range(4), piece), rank) for rank in range(4)]
     sent = {(rank, segment.peer, segment.box) for rank in range(4) for segment in steps[rank].sends}
@@ -1120,11 +1136,11 @@ def test_ranks_with_other_calls_or_models_are_refused(tmp_path):
 def test_ranks_that_hold_too_little_are_refused():
     weight = FileTensor(name="weight", dtype=torch.float32, shape=(4, 4))
     upper, lower = ((0, 2), (0, 4)), ((2, 4), (0, 4))
-    assert gather.whole_tensors([weight], [[upper], [lower], [upper]])[0].holders == {
+    assert gather.whole_tensors([weight], [[[upper]], [[lower]], [[upper]]])[0].holders == {
         upper: (0, 2),
         lower: (1,),
     }
-    assert "weight: the ranks hold 8 different" in refusal(gather.whole_tensors, [weight], [[upper], [upper]])
+    assert "weight: the ranks hold 8 different" in refusal(gather.whole_tensors, [weight], [[[upper]], [[upper]]])
 
 
 # -------------------------------------------------------------------------------------------- real processes

@@ -7,6 +7,7 @@ layer down, since a gradient that was never summed makes everything upstream of 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from dtplan.plan.spec import Layout
 from dtplan.planner.bound import BoundModule, BoundPlan, BoundTensor
 from dtplan.planner.loss import causal_lm_loss
 from dtplan.planner.stored import Stored
+from dtplan.prove.edits import Edit, added_once, gradient, input_whole, output_residual, rule_of, sharded_norm
 from dtplan.prove.held import DISAGREE, MISSING, NO_FIT, PARTIAL, RIGHT, SHAPE, TIMES, Held, held
 from dtplan.prove.oracle import BOUND, float64_casts, logits_of, wholes
 from dtplan.prove.ranks import Job, part_of, sharded_model
@@ -26,6 +28,16 @@ from dtplan.prove.simulated import simulated_ranks
 from dtplan.prove.walk import Walk
 
 _SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A finding, the edits of the plan that would mend it as far as they are known, and how far the model got."""
+
+    finding: Finding
+    edits: tuple[Edit, ...] = ()
+    reach: float = math.inf
+    """Calls of modules that finish before one whose output is not sure to be right; infinite where all are right."""
 
 
 @dataclass(slots=True)
@@ -38,8 +50,8 @@ class Evidence:
     error: Exception | None = None
 
 
-def diagnose(job: Job, bound: BoundPlan, truth: Walk, error: Exception | None = None) -> tuple[Finding, ...]:
-    """Run the leg again on simulated ranks, watched, and say what went wrong first."""
+def diagnose(job: Job, bound: BoundPlan, truth: Walk, error: Exception | None = None) -> tuple[Cause, ...]:
+    """Run the leg again on simulated ranks, watched, and say what went wrong first; empty if nothing did."""
     ranks: list[Evidence] = [Evidence() for _ in range(job.leg.ranks)]
     try:
         simulated_ranks(job.leg.ranks, _watch, job, ranks)
@@ -47,9 +59,19 @@ def diagnose(job: Job, bound: BoundPlan, truth: Walk, error: Exception | None = 
         return (_crash(ranks, caught, bound, truth),)
     if error is not None:
         says = f"{type(error).__name__} on {job.leg.world}, and none on simulated ranks: {error}"
-        return (Finding(name="the model", what="crash", kind="crash", says=says),)
+        return (Cause(Finding(name="the model", what="crash", kind="crash", says=says)),)
     case = _Case(job, bound, truth, ranks[: job.leg.tp])
-    return case.outputs() or case.gradients() or case.unexplained()
+    return case.outputs() or case.gradients()
+
+
+UNEXPLAINED = Finding(
+    name="the model",
+    what="parameter",
+    kind="unexplained",
+    says=f"outputs and gradients of one step are right on simulated ranks within {BOUND:g}; what is wrong shows in "
+    "later steps or in this world only",
+)
+"""Nothing that a watched step shows is wrong."""
 
 
 def _watch(rank: int, job: Job, ranks: list[Evidence]) -> None:
@@ -86,7 +108,7 @@ class _Case:
 
     # --- forward
 
-    def outputs(self) -> tuple[Finding, ...]:
+    def outputs(self) -> tuple[Cause, ...]:
         """The first module, in the order in which they finish, whose output is wrong."""
         if self.job.leg.ranks > self.job.leg.tp:
             return ()  # data-parallel ranks read other rows
@@ -98,36 +120,60 @@ class _Case:
             name = call.split("#")[0]
             layout, certain = self._layout(name)
             parts = [rank.walk.outputs.get(call) for rank in self.ranks]
-            found = held(parts, self.truth.outputs[call], layout, self._blocks(name))
+            found = held(parts, self._true_output(call, name), layout, self._blocks(name))
             if layout is not None and layout.word == "P":
                 sums = name
             if found.kind == RIGHT or (found.kind == PARTIAL and self._leaves_sums(name)):
                 unclear = []
             elif certain:
-                return (self._wrong_output(call, found, unclear, sums),)
+                first = unclear[0][0] if unclear else call
+                finding, edits = self._wrong_output(call, found, unclear, sums)
+                return (Cause(finding, edits, self.truth.finished.index(first)),)
             else:
                 unclear.append((call, found))
         return ()
 
-    def _wrong_output(self, call: str, found: Held, unclear: Sequence[tuple[str, Held]], sums: str) -> Finding:
+    def _wrong_output(
+        self, call: str, found: Held, unclear: Sequence[tuple[str, Held]], sums: str
+    ) -> tuple[Finding, tuple[Edit, ...]]:
         name = call.split("#", maxsplit=1)[0]
         says = f"its output is the first that is wrong: {found.says}"
-        advice = ""
+        advice = "look at how its inputs are cut: order of fused parts, heads, or a missing gather"
+        edits: tuple[Edit, ...] = ()
+        whole_ones = self._added_by_all(name)
         if unclear:
             says += f"; `{unclear[0][0]}` before it does not fit either ({unclear[0][1].says})"
-            advice = "look at how the inputs of that module are cut: order of fused parts, heads, or a missing gather"
-        if found.kind == PARTIAL:
-            advice = "reduce it: `output: residual` (or R)"
+            advice = advice.replace("its", "that module's")
+        if found.kind == PARTIAL and self._joins(name):
+            advice = "its terms are summed, and are too small: something in them depends on how much of it a rank has"
+        elif found.kind == PARTIAL:
+            advice, edits = "reduce it: `output: residual` (or R)", (output_residual(name),)
+        elif whole_ones:
+            told = ", ".join(f"`{tensor}`" for tensor in whole_ones)
+            advice = f"every rank adds {told} before the sum over ranks: write `once: true` there"
+            edits = tuple(added_once(f"{name}.{tensor}") for tensor in whole_ones)
         elif found.kind == TIMES:
             advice = "each rank adds the same term before a sum over ranks: a bias there wants `once: true`"
-        elif whole_ones := self._added_by_all(name):
-            advice = f"every rank adds {', '.join(whole_ones)} before the sum over ranks: write `once: true` there"
+        elif self._is_norm_of_a_part(name):
+            advice = "it takes a mean over a part of the dim that is cut: write `style: sharded_norm` on the module"
+            edits = (sharded_norm(name),)
         elif sums:
             advice = (
                 f"`{sums}` ({self._rule(sums)}) leaves its output as a sum over ranks that is not done (P), and code "
                 "after it reads it as if it were whole: write `output: residual`"
             )
-        return Finding(name=call, what="output", kind=found.kind, says=says, rule=self._rule(name), advice=advice)
+            edits = (output_residual(sums),)
+        finding = Finding(name=call, what="output", kind=found.kind, says=says, rule=self._rule(name), advice=advice)
+        return finding, edits
+
+    def _true_output(self, call: str, name: str) -> Tensor:
+        """What the module gave unsharded; with its columns in the order in which sections keep them."""
+        truth = self.truth.outputs[call]
+        module = self.modules.get(name)
+        sections = next((t.sections for t in module.tensors if t.sections), ()) if module else ()
+        if module is None or module.style != "colwise" or sum(sections) != truth.shape[-1]:
+            return truth
+        return Stored.of(name, sections, truth.dim() - 1, self.job.leg.tp).join({name: truth})
 
     def _layout(self, name: str) -> tuple[Layout | None, bool]:
         """The layout that the plan gives a module's output, if it says, and whether a misfit is sure to be wrong."""
@@ -138,17 +184,33 @@ class _Case:
         return None, module is not None and any(not tensor.buffer for tensor in module.tensors)
 
     def _leaves_sums(self, name: str) -> bool:
-        """Whether a module below hands out a sum that is not done, which is then the module's own output."""
+        """Whether the sum over ranks of what a module hands out is not done yet: one around it does, or one below
+        hands it out.
+        """
         own = self.modules.get(name)
+        around = name.split(".")
+        if not (own and own.outputs) and any(self._joins(".".join(around[:i])) for i in range(1, len(around))):
+            return True
         below = [m for n, m in self.modules.items() if n.startswith(name + ".")]
         return not (own and own.outputs) and any(move.dst.word == "P" for m in below for move in m.outputs)
 
     def _added_by_all(self, name: str) -> list[str]:
         """Whole parameters of a module whose output is a sum over ranks."""
         module = self.modules.get(name)
-        if module is None or not any(move.op in ("reduce", "scatter") for move in module.outputs):
+        if module is None or not self._joins(name):
             return []
-        return [f"`{t.name}`" for t in module.tensors if not t.buffer and t.placement.dim is None and not t.once]
+        return [t.name for t in module.tensors if not t.buffer and t.placement.dim is None and not t.once]
+
+    def _is_norm_of_a_part(self, name: str) -> bool:
+        """Whether the module's own rule computes with a vector of weights that is cut."""
+        module = self.modules.get(name)
+        tensors = [tensor for tensor in module.tensors if not tensor.buffer] if module else []
+        cut = [len(t.shape) == 1 and t.placement.dim is not None for t in tensors]
+        return module is not None and module.style is None and bool(cut) and all(cut)
+
+    def _joins(self, name: str) -> bool:
+        """Whether the module's output is summed over ranks."""
+        return name in self.modules and any(move.op in ("reduce", "scatter") for move in self.modules[name].outputs)
 
     def _blocks(self, name: str) -> int:
         module = self.modules.get(name)
@@ -157,9 +219,9 @@ class _Case:
 
     # --- backward
 
-    def gradients(self) -> tuple[Finding, ...]:
+    def gradients(self) -> tuple[Cause, ...]:
         """Wrong gradients that explain themselves, from the last layer down to the first that does not."""
-        roots: list[Finding] = []
+        roots: list[Cause] = []
         before = ""
         for name in self._backward_order():
             found = self._grad(name)
@@ -185,8 +247,11 @@ class _Case:
             truth = Stored.of(name, tensor.sections, tensor.placement.dim or 0, self.job.leg.tp).join({name: truth})
         return held(parts, truth, None, self.units.get(tensor.unit or "", 0))
 
-    def _wrong_grad(self, name: str, found: Held) -> Finding:
+    def _wrong_grad(self, name: str, found: Held) -> Cause:
         module, tensor = self.tensors[name]
+        ruled = name if rule_of(self.job.plan, self.job.model, name) else name.rpartition(".")[0]
+        wanted = {PARTIAL: "sum", DISAGREE: "sum", TIMES: "complete"}.get(found.kind)
+        edits = (gradient(ruled, wanted),) if wanted else ()
         advice = {
             PARTIAL: "write `grad: sum` in its rule",
             TIMES: "its gradient is summed although every rank has all of it: write `grad: complete`",
@@ -194,12 +259,14 @@ class _Case:
             MISSING: "no rank's work reaches it: check that its module is called, and with what",
         }.get(found.kind, "")
         if found.kind == TIMES and tensor.grad != "sum":
+            edits = ()
             advice = (
                 "some reader of its output sums a gradient that is whole on every rank: give that one `input: keep`"
             )
-        return Finding(name=name, what="gradient", kind=found.kind, says=found.says, rule=module.rule, advice=advice)
+        told = Finding(name=name, what="gradient", kind=found.kind, says=found.says, rule=module.rule, advice=advice)
+        return Cause(told, edits)
 
-    def _contaminated(self, name: str, before: str, found: Held) -> Finding:
+    def _contaminated(self, name: str, before: str, found: Held) -> Cause:
         """A gradient that no sum makes right: what arrives at its module is wrong already."""
         module, _ = self.tensors[name]
         last = before.rpartition(".")[0]
@@ -208,13 +275,20 @@ class _Case:
         if before:
             says += f"; from the last layer down, `{before}` is the last that is right or explains itself"
         advice = "an activation's gradient was never summed there" + (f", at or before `{last}`" if last else "")
+        if module.style == "replicate":
+            advice = (
+                "heads or columns of the rank's own read its output, or a part of it, and nobody sums that gradient: "
+                "write `input: sum` at the module that reads it, or `output: {sum_grad_of_last: FIELD}` here for a "
+                "part that code reads"
+            )
         if readers:
             told = ", ".join(f"`{reader}` ({self._rule(reader)})" for reader in readers)
             advice = (
                 f"{told} take{'s' if len(readers) == 1 else ''} a whole input without summing its gradient over ranks: "
                 "write `input: R` there, or on the module around"
             )
-        return Finding(name=name, what="gradient", kind="contaminated", says=says, rule=module.rule, advice=advice)
+        finding = Finding(name=name, what="gradient", kind="contaminated", says=says, rule=module.rule, advice=advice)
+        return Cause(finding, tuple(input_whole(reader) for reader in readers))
 
     def _keeping_readers(self, owner: str) -> list[str]:
         """Cut modules after ``owner`` that keep their input as it is, up to the first that joins the ranks' work."""
@@ -224,42 +298,32 @@ class _Case:
             module = self.modules.get(name)
             if module is None:
                 continue
-            if any(move.op in ("reduce", "scatter") for move in module.outputs):
+            if self._joins(name):
                 break
             cut = any(tensor.placement.dim is not None for tensor in module.tensors)
             if cut and module.inputs and all(move.op == "keep" for move in module.inputs):
                 readers.append(name)
         return readers[:_SHOWN]
 
-    def unexplained(self) -> tuple[Finding, ...]:
-        """Nothing that a watched step shows is wrong."""
-        says = (
-            f"outputs and gradients of one step are right on simulated ranks within {BOUND:g}; what is wrong shows "
-            "in later steps or in this world only"
-        )
-        return (Finding(name="the model", what="parameter", kind="unexplained", says=says),)
-
     def _rule(self, name: str) -> str:
         return self.modules[name].rule if name in self.modules else ""
 
 
-def _once_each(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """One finding for all parameters of a kind under one rule."""
-    kept: dict[tuple[str, str], Finding] = {}
-    names: dict[tuple[str, str], list[str]] = {}
-    for finding in findings:
-        key = finding.rule, finding.kind
-        kept.setdefault(key, finding)
-        names.setdefault(key, []).append(finding.name)
+def _once_each(causes: Sequence[Cause]) -> tuple[Cause, ...]:
+    """One cause for all parameters of a kind under one rule."""
+    alike: dict[tuple[str, str], list[Cause]] = {}
+    for cause in causes:
+        alike.setdefault((cause.finding.rule, cause.finding.kind), []).append(cause)
     told = []
-    for key, finding in kept.items():
-        rest = len(names[key]) - 1
-        says = finding.says + (f" (and {rest} more under the same rule: {', '.join(names[key][1:4])})" if rest else "")
-        told.append(dataclasses.replace(finding, says=says))
+    for first, *rest in alike.values():
+        names = ", ".join(cause.finding.name for cause in rest[: _SHOWN - 1])
+        more = f" (and {len(rest)} more under the same rule: {names})" if rest else ""
+        finding = dataclasses.replace(first.finding, says=first.finding.says + more)
+        told.append(dataclasses.replace(first, finding=finding))
     return tuple(told)
 
 
-def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth: Walk) -> Finding:
+def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth: Walk) -> Cause:
     """The innermost module of the first rank that failed by itself, with the shapes that it saw."""
     seen = next((rank for rank in ranks if rank.error is not None), Evidence(error=caught))
     text = f"{type(caught).__name__}: {(str(caught).strip().splitlines() or [''])[0]}"
@@ -267,7 +331,7 @@ def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth
         place = "while sharding the model"
         if seen.logits is not None:
             place = f"after the last module, in the loss or in backward; its logits are {list(seen.logits)}"
-        return Finding(name="the model", what="crash", kind="crash", says=f"{place}: {text}")
+        return Cause(Finding(name="the model", what="crash", kind="crash", says=f"{place}: {text}"))
     call = seen.walk.inside[-1]
     name = call.split("#")[0]
     rules: Mapping[str, str] = {n: m.rule for m in bound.modules for n in m.names}
@@ -276,7 +340,7 @@ def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth
     inner = [c for c in seen.walk.outputs if c.startswith(name + ".") and c in truth.outputs]
     gave = [(c, seen.walk.outputs[c].shape, truth.outputs[c].shape) for c in inner]
     shapes += [f"`{c}` gave {list(own)} of {list(all_)}" for c, own, all_ in gave if own != all_][-_SHOWN:]
-    return Finding(
+    finding = Finding(
         name=call,
         what="crash",
         kind="crash",
@@ -284,3 +348,4 @@ def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth
         rule=rules.get(name, ""),
         advice="the module may work with a size of the whole (an attribute: `localize`), or its inputs be cut unlike",
     )
+    return Cause(finding, reach=len(seen.walk.finished))

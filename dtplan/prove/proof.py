@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,26 @@ from torch import Tensor, nn
 from dtplan import __version__
 from dtplan._errors import ApplyError, BindError
 from dtplan.plan.spec import Plan
-from dtplan.planner.bind import bind, find_plan
+from dtplan.planner.bind import find_plan
 from dtplan.planner.meta import meta_model
 from dtplan.prove.diagnose import diagnose
 from dtplan.prove.oracle import BOUND, Outcome, outcome
 from dtplan.prove.pool import GlooPool, Kept
-from dtplan.prove.ranks import STEPPED, STEPS, Job, errors_on_rank, train
-from dtplan.prove.result import MEASURE, Finding, Leg, LegResult, Proof
-from dtplan.prove.shrink import CannotProveError, Choice, live_model, shrink, token_batch
+from dtplan.prove.ranks import STEPPED, STEPS, Job, bound_plan, errors_on_rank, train
+from dtplan.prove.repair import Repairs
+from dtplan.prove.result import MEASURE, Finding, Leg, LegResult, Proof, Smallest
+from dtplan.prove.shrink import (
+    CannotProveError,
+    Choice,
+    differences,
+    live_model,
+    rebuilt,
+    refuse_unfit,
+    shrink,
+    token_batch,
+)
 from dtplan.prove.simulated import simulated_ranks
+from dtplan.prove.smallest import SECONDS, Small, smallest
 from dtplan.prove.walk import Walk
 
 Switch = Literal["off", "on", "both"]
@@ -43,8 +54,12 @@ def prove(
     *,
     tp: Sequence[int] = (2,),
     sequence_parallel: Switch = "both",
+    loss_parallel: Switch = "both",
     fsdp: bool = False,
     seed: int = 0,
+    sizes: Mapping[str, Any] | None = None,
+    batch: tuple[int, int] | None = None,
+    shrink_failure: bool = True,
     on_leg: OnLeg = lambda _result, _legs: None,
 ) -> Proof:
     """Compare the sharded with the unsharded model at every degree of ``tp``; see ``docs/prove.md``.
@@ -53,9 +68,13 @@ def prove(
         plan: a built-in's name, a file, a Plan, or ``"auto"``.
         model: a model folder, a config.json, or a name that transformers knows; its weights are not read.
         tp: degrees (ranks).
-        sequence_parallel: which settings of the switch; each runs with and without loss parallelism.
+        sequence_parallel: which settings of the switch.
+        loss_parallel: which settings of that switch, each with all of the other.
         fsdp: also wrap with FSDP2, over `shard` and over `replicate` x `shard`.
         seed: of weights and tokens.
+        sizes: fields of the config, to be set after it was shrunken.
+        batch: rows and tokens of each; 4 x 16 or a few more.
+        shrink_failure: look for the smallest config on which a refuted plan still fails, which takes a few seconds.
         on_leg: called with None and the number of legs, then with every leg's result.
 
     Raises:
@@ -65,26 +84,84 @@ def prove(
     real = meta_model(model)
     found = find_plan(real, plan, tp=max(tp))
     config, choices = shrink(real.config, tp)
-    return prove_model(
+    if sizes:
+        config = rebuilt(config, sizes)
+        choices = tuple(differences(real.config, config, {choice.field.split(".")[0] for choice in choices} | {*sizes}))
+    refuse_unfit(type(real), config)
+    tokens = None if batch is None else token_batch(config, rows=batch[0], length=batch[1], seed=seed)
+    proof = prove_model(
         lambda: live_model(type(real), config, seed),
         found,
         given=str(plan),
         model=model,
-        legs=legs_of(tp, sequence_parallel, fsdp=fsdp),
+        legs=legs_of(tp, sequence_parallel, loss_parallel, fsdp=fsdp),
         seed=seed,
         choices=choices,
+        batch=tokens,
         on_leg=on_leg,
+    )
+    if sizes or batch or not shrink_failure:
+        return proof
+    return dataclasses.replace(proof, smallest=_smallest(proof, found, real))
+
+
+def _smallest(proof: Proof, plan: Plan, real: nn.Module) -> Smallest | None:
+    """A small form of the first refuted leg; None where binding refuses the plan, which runs nothing."""
+    failed = next((result for result in proof.legs if result.verdict == "refuted"), None)
+    if failed is None or not failed.findings or failed.findings[0].what == "plan":
+        return None
+    leg = dataclasses.replace(failed.leg, world="simulated ranks")
+    start, _ = shrink(real.config, [leg.tp])
+    small = small_failure(type(real), start, plan, leg, failed.findings[0], batch=proof.batch, seed=proof.seed)
+    if small is None:
+        return None
+    used = rebuilt(start, small.changes)
+    return Smallest(
+        leg=leg,
+        batch=small.batch,
+        sizes=small.changes,
+        choices=tuple(differences(real.config, used, used.to_dict())),
+        finding=small.finding,
+        replay=proof.replay_of(leg, small.batch, small.changes),
     )
 
 
-def legs_of(tp: Sequence[int], sequence_parallel: Switch = "both", *, fsdp: bool = False) -> tuple[Leg, ...]:
+def small_failure(
+    cls: type[nn.Module],
+    start: Any,
+    plan: Plan,
+    leg: Leg,
+    failed: Finding,
+    *,
+    batch: tuple[int, int],
+    seed: int,
+    seconds: float = SECONDS,
+) -> Small | None:
+    """From the config ``start`` on, the smallest found within ``seconds`` on which ``plan`` fails as ``failed`` did."""
+
+    def fails(config: Any, size: tuple[int, int]) -> Finding | None:
+        tokens = token_batch(config, rows=size[0], length=size[1], seed=seed)
+        try:
+            job, walk = job_of(live_model(cls, config, seed), plan, leg, [leg], seed=seed, batch=tokens)
+            causes = diagnose(job, bound_plan(job), walk)
+        except (CannotProveError, BindError):
+            return None
+        return causes[0].finding if causes else None
+
+    return smallest(start, batch, leg.shard * leg.replicate, leg.tp, failed, fails, seconds=seconds)
+
+
+def legs_of(
+    tp: Sequence[int], sequence_parallel: Switch = "both", loss_parallel: Switch = "both", *, fsdp: bool = False
+) -> tuple[Leg, ...]:
     """Every leg, small worlds first: each degree with each switch, then FSDP2 around it."""
-    switches = {"off": (False,), "on": (True,), "both": (False, True)}[sequence_parallel]
+    settings = {"off": (False,), "on": (True,), "both": (False, True)}
+    switches = settings[sequence_parallel]
     legs = [
         Leg(tp=d, sequence_parallel=sp, loss_parallel=lp)
         for d in sorted(set(tp))
         for sp in switches
-        for lp in (False, True)
+        for lp in settings[loss_parallel]
     ]
     for d in sorted(set(tp)) if fsdp else ():
         legs += [Leg(tp=d, shard=2, sequence_parallel=sp) for sp in switches]
@@ -116,9 +193,9 @@ def prove_model(
     """
     job, walk = job_of(make(), plan, legs[0], legs, seed=seed, batch=batch, steps=steps)
     on_leg(None, len(legs))
-    results = []
+    results, repairs = [], Repairs(walk) if explain else None
     for leg in legs:
-        results.append(_run(dataclasses.replace(job, leg=leg), walk if explain else None, pool))
+        results.append(_run(dataclasses.replace(job, leg=leg), repairs, pool))
         on_leg(results[-1], len(legs))
     rows, length = next(iter(job.batch.values())).shape[:2]
     return Proof(
@@ -134,6 +211,7 @@ def prove_model(
         legs=tuple(results),
         zero_gradients=tuple(sorted(job.zero)),
         measure=MEASURE + (", and every parameter after the steps" if steps else ""),
+        idle=tuple(name for name, _ in job.model.named_parameters() if name not in job.truth.grads),
     )
 
 
@@ -181,27 +259,18 @@ def _unsharded_run(
     return walk, truth, {name: p.detach() for name, p in reference.named_parameters()}
 
 
-def _run(job: Job, walk: Walk | None, pool: Ranks | None) -> LegResult:
+def _run(job: Job, repairs: Repairs | None, pool: Ranks | None = None) -> LegResult:
     """One leg: bound, run on its world, and diagnosed where it fails."""
     start = time.perf_counter()
     try:
-        told = _compared(job, walk, pool)
+        told = _compared(job, repairs, pool)
     except BindError as error:
         told = LegResult(leg=job.leg, verdict="refuted", findings=refusals(error))
     return dataclasses.replace(told, seconds=round(time.perf_counter() - start, 3))
 
 
-def _compared(job: Job, walk: Walk | None, pool: Ranks | None) -> LegResult:
-    leg = job.leg
-    bound = bind(
-        job.model,
-        job.plan,
-        tp=leg.tp,
-        shard=leg.shard,
-        replicate=leg.replicate,
-        sequence_parallel=leg.sequence_parallel,
-        loss_parallel=leg.loss_parallel,
-    )
+def _compared(job: Job, repairs: Repairs | None, pool: Ranks | None) -> LegResult:
+    leg, bound = job.leg, bound_plan(job)
     if later := sorted({wanted for module in bound.modules for wanted in module.later}):
         return LegResult(leg=leg, verdict="not run", reason=f"parallelize cannot do yet: {', '.join(later)}")
     try:
@@ -210,7 +279,7 @@ def _compared(job: Job, walk: Walk | None, pool: Ranks | None) -> LegResult:
         pool_failed = leg.world == "gloo processes" and isinstance(error, ApplyError)
         if pool_failed or "were not all done" in str(error):  # slow, or a matter of the machine
             return LegResult(leg=leg, verdict="not run", reason=str(error))
-        return LegResult(leg=leg, verdict="refuted", findings=diagnose(job, bound, walk, error) if walk else ())
+        return LegResult(leg=leg, verdict="refuted", findings=repairs.findings(job, bound, error) if repairs else ())
     names = dict.fromkeys(name for found in ranks for name in found)
     worst = {name: max(found.get(name, 0.0) for found in ranks) for name in names}
     wrong = {name: error for name, error in worst.items() if not error <= BOUND}
@@ -223,7 +292,7 @@ def _compared(job: Job, walk: Walk | None, pool: Ranks | None) -> LegResult:
         largest_error=worst[largest],
         largest_at=largest,
         wrong=wrong,
-        findings=diagnose(job, bound, walk) if wrong and walk else (),
+        findings=repairs.findings(job, bound) if wrong and repairs else (),
     )
 
 

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtplan.plan.spec import Plan
 from dtplan.planner.apply import parallelize
+from dtplan.planner.bind import bind
+from dtplan.planner.bound import BoundPlan
 from dtplan.planner.clip import clip_grad_norm_
 from dtplan.planner.loss import causal_lm_loss
 from dtplan.prove.oracle import BOUND, Outcome, errors, float64_casts, logits_of, outcome, relative_error, wholes
@@ -40,6 +42,24 @@ class Job:
     zero: frozenset[str]
     steps: int = STEPS
     """Optimizer steps after which parameters are compared as well; 0: none."""
+
+
+def bound_plan(job: Job) -> BoundPlan:
+    """The job's plan bound to its model at its leg's degrees.
+
+    Raises:
+        BindError: the plan is refused.
+    """
+    leg = job.leg
+    return bind(
+        job.model,
+        job.plan,
+        tp=leg.tp,
+        shard=leg.shard,
+        replicate=leg.replicate,
+        sequence_parallel=leg.sequence_parallel,
+        loss_parallel=leg.loss_parallel,
+    )
 
 
 def errors_on_rank(rank: int, job: Job) -> dict[str, float]:

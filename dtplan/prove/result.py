@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +58,9 @@ class Finding:
     says: str
     rule: str = ""
     advice: str = ""
+    """What to write."""
+    tried: str = ""
+    """What a run of the leg with the advice gave; empty where none was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,19 @@ class LegResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Smallest:
+    """The smallest form of a refuted leg that was found to fail in the same way; it was run."""
+
+    leg: Leg
+    batch: tuple[int, int]
+    sizes: Mapping[str, Any]
+    """Fields that are smaller than shrinking for this degree makes them."""
+    choices: tuple[Choice, ...]
+    finding: Finding
+    replay: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """All legs of one plan on one shrunken model."""
 
@@ -93,6 +110,9 @@ class Proof:
     legs: tuple[LegResult, ...]
     zero_gradients: tuple[str, ...] = ()
     """Parameters whose true gradient is zero up to rounding: compared against the largest gradient of all."""
+    smallest: Smallest | None = None
+    idle: tuple[str, ...] = ()
+    """Parameters that take no part in a forward on tokens, such as those for images: nothing is said of them."""
     dtype: str = "float64"
     measure: str = MEASURE
 
@@ -112,14 +132,25 @@ class Proof:
     @property
     def replay(self) -> str:
         """One command that runs all of it again; the degrees and the seed decide the shrunken model."""
-        legs = [result.leg for result in self.legs]
+        return self._command([result.leg for result in self.legs])
+
+    def replay_of(self, leg: Leg, batch: tuple[int, int], sizes: Mapping[str, Any]) -> str:
+        """The command that runs one leg with other sizes."""
+        given = [f"{field}={json.dumps(value)}" for field, value in sizes.items()]
+        options = [word for text in given for word in ("--set", text)]
+        return self._command([leg], "--batch", "x".join(map(str, batch)), *options)
+
+    def _command(self, legs: Sequence[Leg], *options: str) -> str:
         degrees = ",".join(map(str, sorted({leg.tp for leg in legs})))
-        switches = {leg.sequence_parallel for leg in legs}
-        switch = "both" if len(switches) > 1 else ("on" if True in switches else "off")
         parts = ["dtplan", "prove", self.plan, "--model", self.model, "--tp", degrees]
-        parts += ["--sequence-parallel", switch, "--seed", str(self.seed)]
+        for switch in ("sequence_parallel", "loss_parallel"):
+            settings = {getattr(leg, switch) for leg in legs}
+            setting = "both" if len(settings) > 1 else ("on" if True in settings else "off")
+            if (switch, setting) != ("loss_parallel", "both"):
+                parts += ["--" + switch.replace("_", "-"), setting]
+        parts += ["--seed", str(self.seed)]
         parts += ["--fsdp"] * any(leg.shard * leg.replicate > 1 for leg in legs)
-        return shlex.join(parts)
+        return shlex.join([*parts, *options])
 
     def to_json(self) -> dict[str, Any]:
         """The proof as JSON data."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,8 +47,9 @@ class Choice:
 
 
 LEAST_VOCABULARY = 64
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner")
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
+WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner")
+_NO_SIZES = ("dtype", "use_cache", "transformers_version")
 _WINDOW = 4
 """Shorter than the batch's sequences, so that a sliding window hides something."""
 
@@ -62,37 +63,89 @@ def shrink(config: Any, degrees: Iterable[int]) -> tuple[Any, tuple[Choice, ...]
     Raises:
         CannotProveError: the config lacks a size that every decoder has, or its class refuses the small ones.
     """
-    given = config.to_dict()
-    read = _Reader(config, given)
-    small = _sizes(read, sorted(set(degrees)))
-    small |= _layers(read)
-    small |= {key: 0.0 for key, value in given.items() if _is_dropout(key) and value}
-    changed = {read.key(field): value for field, value in small.items()}
+    text = config.get_text_config(decoder=True)
+    subs = {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
+    if any(sub is text for sub in subs.values()):
+        changed = {key: _within(sub, degrees, is_text=sub is text) for key, sub in subs.items()}
+    else:
+        changed = _changes(config, sorted(set(degrees)))
+    built = rebuilt(config, changed)
+    return built, tuple(differences(config, built, changed))
+
+
+def rebuilt(config: Any, changed: Mapping[str, Any]) -> Any:
+    """A config with some fields changed, such as ``text_config.num_hidden_layers``, and what float64 needs.
+
+    Raises:
+        CannotProveError: its class refuses the values.
+    """
+    given: dict[str, Any] = config.to_dict()
+    for field, value in changed.items():
+        *owners, name = field.split(".")
+        owner = given
+        for each in owners:
+            owner = owner.setdefault(each, {})
+        owner[name] = value
     fixed: dict[str, Any] = {"dtype": "float64", "use_cache": False, "attn_implementation": "eager"}
-    if any(read.get(field) for field in _COUNTS):
+    if any(getattr(config.get_text_config(decoder=True), field, None) for field in COUNTS):
         fixed["experts_implementation"] = "eager"  # the grouped kernel has no float64
     try:
-        built = type(config).from_dict({**given, **changed, **fixed})
+        return type(config).from_dict({**given, **fixed})
     except Exception as error:
-        raise CannotProveError(f"{type(config).__name__} refuses its shrunken form {changed}: {error}") from error
-    found = built.to_dict()
-    choices = [Choice(field=k, real=given[k], used=found[k]) for k in changed if k in given and given[k] != found[k]]
-    return built, tuple(sorted(choices, key=lambda choice: choice.field))
+        told = {name: value for name, value in changed.items() if not isinstance(value, dict)}
+        raise CannotProveError(f"{type(config).__name__} refuses its shrunken form {told}: {error}") from error
 
 
-class _Reader:
+def _changes(config: Any, degrees: Sequence[int], *, is_text: bool = True) -> dict[str, Any]:
+    """The fields of one config that are not nested, and their values once shrunken."""
+    given = config.to_dict()
+    read = Reader(config, given)
+    small = _sizes(read, degrees, is_text=is_text) | _layers(read)
+    small |= {key: 0.0 for key, value in given.items() if _is_dropout(key) and value}
+    return {read.key(field): value for field, value in small.items()}
+
+
+def _within(config: Any, degrees: Iterable[int], *, is_text: bool) -> dict[str, Any]:
+    """A config within another, shrunken; one that is not the text model's stays as it is if its sizes are unknown."""
+    try:
+        changed = _changes(config, sorted(set(degrees)), is_text=is_text)
+    except CannotProveError:
+        if is_text:
+            raise
+        changed = {}
+    return {**config.to_dict(), **changed}
+
+
+def differences(real: Any, used: Any, fields: Iterable[str], under: str = "") -> Iterator[Choice]:
+    """Those of ``fields`` in which two configs differ, and theirs within them, sorted by name."""
+    for field in sorted(fields):
+        a, b = getattr(real, field, None), getattr(used, field, None)
+        if a is not None and hasattr(a, "to_dict") and hasattr(b, "to_dict"):
+            yield from differences(a, b, a.to_dict(), f"{under}{field}.")
+        elif a != b and field not in _NO_SIZES:
+            yield Choice(field=under + field, real=a, used=b)
+
+
+class Reader:
     """Config fields by their usual name, whatever the class calls them."""
 
     def __init__(self, config: Any, given: Mapping[str, Any]) -> None:
         self._config, self._given = config, given
 
     def key(self, field: str) -> str:
+        """The class's own name of a field."""
         return str((getattr(self._config, "attribute_map", None) or {}).get(field, field))
 
     def get(self, field: str) -> Any:
+        """A field, or None."""
         return self._given.get(self.key(field))
 
     def need(self, field: str) -> int:
+        """A positive number.
+
+        Raises:
+            CannotProveError: the config has none there.
+        """
         value = self.get(field)
         if not isinstance(value, int) or value < 1:
             kind = type(self._config).__name__
@@ -100,11 +153,12 @@ class _Reader:
         return value
 
     def items(self) -> Iterable[tuple[str, Any]]:
+        """All fields, by the class's own names."""
         return self._given.items()
 
 
-def _sizes(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
-    heads, hidden, vocab = (read.need(f) for f in ("num_attention_heads", "hidden_size", "vocab_size"))
+def _sizes(read: Reader, degrees: Sequence[int], *, is_text: bool) -> dict[str, Any]:
+    heads, hidden = read.need("num_attention_heads"), read.need("hidden_size")
     kv_heads = read.get("num_key_value_heads") or heads
     head_dim = read.get("head_dim") or hidden // heads
     small_kv = _least_kv_heads(heads, kv_heads, degrees)
@@ -114,11 +168,10 @@ def _sizes(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
     # Where the residual stream is not as wide as all heads together, it stays so.
     small_hidden = math.ceil(small_heads * small_dim * hidden / (heads * head_dim))
     if hidden != heads * head_dim:
-        small_hidden = _like(hidden, small_hidden + small_dim, degrees)
+        small_hidden = like(hidden, small_hidden + small_dim, degrees)
     sizes: dict[str, Any] = {
         "num_attention_heads": small_heads,
         "hidden_size": small_hidden,
-        "vocab_size": _like(vocab, LEAST_VOCABULARY, degrees),
     }
     if read.get("num_key_value_heads"):
         sizes["num_key_value_heads"] = small_kv
@@ -126,19 +179,34 @@ def _sizes(read: _Reader, degrees: Sequence[int]) -> dict[str, Any]:
         sizes["head_dim"] = small_dim
     if isinstance(rotated, int):
         sizes["rotary_dim"] = small_dim * rotated // head_dim
-    for field in ("intermediate_size", *_WIDTHS):
+    return sizes | _widths(read, small_hidden, degrees) | (_vocabulary(read, degrees) if is_text else _image(read))
+
+
+def _widths(read: Reader, small_hidden: int, degrees: Sequence[int]) -> dict[str, Any]:
+    """Columns of the MLPs, experts, and the window of attention."""
+    sizes: dict[str, Any] = {}
+    for field in ("intermediate_size", *WIDTHS):
         if isinstance(read.get(field), int):
-            sizes[field] = _like(read.need(field), small_hidden + small_hidden // 2, degrees)
+            sizes[field] = like(read.need(field), small_hidden + small_hidden // 2, degrees)
     top = read.get("num_experts_per_tok") or 1
-    for field in _COUNTS:
+    for field in COUNTS:
         if isinstance(count := read.get(field), int) and count > 2 * top:
-            sizes[field] = _like(count, 2 * top, degrees)
-    for key, value in read.items():
-        if key.endswith("_token_id") and isinstance(value, int) and value >= sizes["vocab_size"]:
-            sizes[key] = sizes["vocab_size"] - 1
+            sizes[field] = like(count, 2 * top, degrees)
     if isinstance(window := read.get("sliding_window"), int) and window > _WINDOW:
         sizes["sliding_window"] = _WINDOW
     return sizes
+
+
+def _vocabulary(read: Reader, degrees: Sequence[int]) -> dict[str, Any]:
+    size = like(read.need("vocab_size"), LEAST_VOCABULARY, degrees)
+    ids = {key: value for key, value in read.items() if key.endswith("_token_id") and isinstance(value, int)}
+    return {"vocab_size": size, **{key: size - 1 for key, value in ids.items() if value >= size}}
+
+
+def _image(read: Reader) -> dict[str, Any]:
+    """Two patches each way."""
+    patch, image = read.get("patch_size"), read.get("image_size")
+    return {"image_size": 2 * patch} if isinstance(patch, int) and isinstance(image, int) else {}
 
 
 def _least_kv_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> int:
@@ -155,7 +223,7 @@ def _least_kv_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> int:
     return next(count for count in range(enough, kv_heads + 1) if fits(count))
 
 
-def _least_head_dim(head_dim: int, read: _Reader) -> int:
+def _least_head_dim(head_dim: int, read: Reader) -> int:
     """The least width with whole pairs for the part of a head that is rotated."""
     rope = read.get("rope_parameters") or {}
     part = rope.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1.0
@@ -164,25 +232,41 @@ def _least_head_dim(head_dim: int, read: _Reader) -> int:
     return next((dim for dim in range(4, head_dim, 2) if (dim * part) % 2 == 0), head_dim)
 
 
-def _like(real: int, least: int, degrees: Sequence[int]) -> int:
+def like(real: int, least: int, degrees: Sequence[int]) -> int:
     """The smallest number from ``least`` on that the same degrees divide; never more than ``real``."""
     same: Callable[[int], bool] = lambda n: all((n % d == 0) == (real % d == 0) for d in degrees)  # noqa: E731
     return next((n for n in range(min(least, real), real) if same(n)), real)
 
 
-def _layers(read: _Reader) -> dict[str, Any]:
+def _layers(read: Reader) -> dict[str, Any]:
     """Two layers, or one of each kind where lists of the config tell kinds apart."""
-    depth = read.need("num_hidden_layers")
-    lists = {key: value for key, value in read.items() if isinstance(value, list) and len(value) == depth > 1}
-    dense = read.get("first_k_dense_replace")
-    kinds = [(*(str(value[i]) for value in lists.values()), isinstance(dense, int) and i < dense) for i in range(depth)]
-    kept = sorted({kinds.index(kind) for kind in kinds})
-    kept = kept if len(kept) > 1 else list(range(min(2, depth)))
+    kept = one_of_each_kind(read)
+    return layers(read, kept if len(kept) > 1 else list(range(min(2, read.need("num_hidden_layers")))))
+
+
+def one_of_each_kind(read: Reader) -> list[int]:
+    """The first layer of each kind."""
+    lists, dense = _lists(read), read.get("first_k_dense_replace")
+    kinds = [
+        (*(str(value[i]) for value in lists.values()), isinstance(dense, int) and i < dense)
+        for i in range(read.need("num_hidden_layers"))
+    ]
+    return sorted({kinds.index(kind) for kind in kinds})
+
+
+def layers(read: Reader, kept: Sequence[int]) -> dict[str, Any]:
+    """The changes of a config that leave the layers ``kept``."""
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
-    changed |= {key: [value[i] for i in kept] for key, value in lists.items()}
-    if isinstance(dense, int):
+    changed |= {key: [value[i] for i in kept] for key, value in _lists(read).items()}
+    if isinstance(dense := read.get("first_k_dense_replace"), int):
         changed["first_k_dense_replace"] = sum(i < dense for i in kept)
     return changed
+
+
+def _lists(read: Reader) -> dict[str, Any]:
+    """Fields with an entry for each layer."""
+    depth = read.need("num_hidden_layers")
+    return {key: value for key, value in read.items() if isinstance(value, list) and len(value) == depth > 1}
 
 
 def _is_dropout(key: str) -> bool:
@@ -190,6 +274,30 @@ def _is_dropout(key: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------- live models
+
+_MOST_PARAMETERS = 50_000_000
+"""Of a shrunken model; 8 bytes each, twice on every simulated rank."""
+
+
+def refuse_unfit(cls: type[nn.Module], config: Any) -> None:
+    """Look at a shrunken model on the meta device before anything of it is built.
+
+    Raises:
+        CannotProveError: the class refuses the config, or has too many parameters for this CPU.
+    """
+    try:
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in cls(config).parameters())
+    except Exception as error:
+        raise CannotProveError(
+            f"{cls.__name__} refuses its shrunken config ({type(error).__name__}: {error}): its sizes have other "
+            "names than those that are known; nothing is said about the plan"
+        ) from error
+    if count > _MOST_PARAMETERS:
+        raise CannotProveError(
+            f"{cls.__name__} has {count:,} parameters even when shrunken, because its config has sizes of other names "
+            f"than those that are known; at most {_MOST_PARAMETERS:,} are built: nothing is said about the plan"
+        )
 
 
 def live_model(cls: type[nn.Module], config: Any, seed: int) -> nn.Module:
@@ -211,7 +319,8 @@ def randomized(model: M, seed: int) -> M:
 def token_batch(config: Any, *, rows: int, length: int, seed: int) -> dict[str, Tensor]:
     """Random tokens [rows, length] and their labels; each row ignores as many, so that means of parts agree."""
     generator = torch.Generator().manual_seed(seed + 1)
-    ids = torch.randint(0, config.vocab_size, (rows, length), generator=generator)
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels = ids.clone()
     labels[:, :3] = -100
     return {"input_ids": ids, "labels": labels}

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dtplan.prove.proof import OnLeg
-from dtplan.prove.result import Finding, LegResult, Proof
+from dtplan.prove.result import Finding, LegResult, Proof, Smallest
 
 _MARKS = {"proved": "ok", "refuted": "WRONG", "not run": "NOT RUN"}
 
@@ -34,12 +34,17 @@ def as_text(proof: Proof, again: str = "") -> str:
             f"{len(proof.zero_gradients)} gradients are zero up to rounding and measured against the largest of all: "
             + names
         )
+    if proof.idle:
+        names = ", ".join(proof.idle[:2])
+        lines.append(f"{len(proof.idle)} parameters take no part on tokens alone, nothing is said of them: {names}")
     lines.append("")
     for leg in proof.legs:
         lines += _leg(leg)
     lines += ["", _verdict(proof)]
     if proof.verdict == "refuted":
-        lines.append(f"again: {again or proof.replay}")
+        lines.append(f"again: {again or proof.replay}  # plan {proof.digest[:12]}")
+    if proof.smallest is not None:
+        lines += _smallest(proof.smallest, proof.digest)
     return "\n".join(lines)
 
 
@@ -68,7 +73,19 @@ def _finding(finding: Finding) -> list[str]:
         lines.append(f"        rule: {finding.rule}")
     if finding.advice:
         lines.append(f"        -> {finding.advice}")
+    if finding.tried:
+        lines.append(f"        run: {finding.tried}")
     return lines
+
+
+def _smallest(small: Smallest, digest: str) -> list[str]:
+    rows, length = small.batch
+    sizes = "; ".join(f"{choice.field} {_short(choice.used)}" for choice in small.choices)
+    return [
+        f"smallest that fails so ({small.finding.name}: {small.finding.kind}): {small.leg}, {rows} x {length} tokens, "
+        + sizes,
+        f"again: {small.replay}  # plan {digest[:12]}",
+    ]
 
 
 def _verdict(proof: Proof) -> str:

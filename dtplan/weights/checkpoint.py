@@ -1,23 +1,38 @@
-"""A Hugging Face safetensors folder, for reading: what it holds, and single blocks of its tensors."""
+"""A Hugging Face folder, or tensors at hand, for reading: what they hold, and single blocks of the tensors."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtplan._errors import WeightsError
+from dtplan.weights.blocks import Block
+from dtplan.weights.pickles import PICKLE_FILE, PICKLE_INDEX, map_pickle
 
-__all__ = ["DTYPES", "INDEX_FILE", "SINGLE_FILE", "BlockReader", "Checkpoint", "Entry", "open_checkpoint"]
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "INDEX_FILE",
+    "SINGLE_FILE",
+    "BlockReader",
+    "Checkpoint",
+    "Entry",
+    "open_checkpoint",
+    "tensors_at_hand",
+]
+
+T = TypeVar("T")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,6 +59,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 """The dtypes that dtplan reads and writes, by the format's names for them."""
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,29 +70,58 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor; 0 for a dtype that dtplan does not know."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The tensors of a folder by name; nothing but headers has been read."""
+    """The tensors of a folder, or of a state dict, by name; of files, nothing but headers has been read."""
 
-    folder: Path
+    place: str
+    """What errors name: the folder."""
     tensors: Mapping[str, Entry]
+    values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """The tensors themselves, where they are at hand: of a state dict, or mapped from a pickle."""
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Reads which tensors the safetensors files in ``folder`` hold: one file, or shards with an index.
+    """Reads which tensors the files in ``folder`` hold: one file, or shards with an index.
 
-    Raises WeightsError, which names the file and what to do, when the folder is missing or holds no
-    safetensors, or when a file or the index is broken, incomplete, or points out of the folder.
+    safetensors files, or else the pickles of old checkpoints, of which only tensors are unpickled.
+
+    Raises WeightsError, which names the file and what to do, when the folder is missing or holds neither, or
+    when a file or the index is broken, incomplete, or points out of the folder.
     """
     root = Path(folder)
     if not root.is_dir():
         raise WeightsError(f"{root}: {_why_no_folder(root)}")
     if (root / SINGLE_FILE).is_file():
-        return Checkpoint(folder=root, tensors=read_header(root / SINGLE_FILE))
+        return Checkpoint(place=str(root), tensors=read_header(root / SINGLE_FILE))
     if (root / INDEX_FILE).is_file():
-        return Checkpoint(folder=root, tensors=_read_shards(root))
+        return Checkpoint(place=str(root), tensors=_read_shards(root / INDEX_FILE, read_header))
+    if (root / PICKLE_FILE).is_file():
+        return tensors_at_hand(map_pickle(root / PICKLE_FILE), root)
+    if (root / PICKLE_INDEX).is_file():
+        return tensors_at_hand(_read_shards(root / PICKLE_INDEX, map_pickle), root)
     raise WeightsError(f"{root}: {_why_no_weights(root)}")
+
+
+def tensors_at_hand(values: Mapping[str, Tensor], place: Path | str = "the state dict") -> Checkpoint:
+    """A state dict as a checkpoint: whole tensors by name; nothing is copied.
+
+    Raises WeightsError when a tensor is on meta, or is sharded.
+    """
+    values = {name: value.detach() for name, value in values.items()}
+    if unfit := sorted(name for name, value in values.items() if value.is_meta or isinstance(value, DTensor)):
+        raise WeightsError(f"{place}: holds tensors on meta or sharded ones, first {unfit[0]}; give whole tensors")
+    entries = {
+        name: Entry(file=Path(place), dtype=DTYPE_NAMES.get(value.dtype, str(value.dtype)), shape=tuple(value.shape))
+        for name, value in values.items()
+    }
+    return Checkpoint(place=str(place), tensors=entries, values=values)
 
 
 def _why_no_folder(root: Path) -> str:
@@ -96,8 +141,8 @@ def _why_no_weights(root: Path) -> str:
         )
     if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         return (
-            f"has {_some(pickles)} but no safetensors, and dtplan does not unpickle weights; load the model "
-            "with transformers once and write it with `model.save_pretrained(FOLDER)`"
+            f"has {_some(pickles)} but neither {SINGLE_FILE} nor {PICKLE_FILE}, nor an index of shards; load the "
+            "model with transformers once and write it with `model.save_pretrained(FOLDER)`"
         )
     holds = _some(names) if names else "nothing"
     return f"has no {SINGLE_FILE} and no {INDEX_FILE}, it holds {holds}; give the folder with the weights"
@@ -107,20 +152,21 @@ def _some(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _read_shards(root: Path) -> dict[str, Entry]:
-    index = root / INDEX_FILE
+def _read_shards(index: Path, read: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
+    """What ``read`` finds in the files of an ``index``, for each tensor that it lists."""
+    root = index.parent
     with _readable(index):
         data = _parse_json(index, index.read_bytes())
     weight_map = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise WeightsError(f"{index}: needs a `weight_map` from tensors to files; download the index again")
-    headers: dict[str, dict[str, Entry]] = {}
+    headers: dict[str, Mapping[str, T]] = {}
     for name in sorted(set(weight_map.values())):
         if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise WeightsError(f"{index}: file {name!r} is not inside the folder; do not use this index")
         if not (root / name).is_file():
             raise WeightsError(f"{index}: names {name}, which is not in the folder; download that file")
-        headers[name] = read_header(root / name)
+        headers[name] = read(root / name)
     if absent := [f"{tensor} ({file})" for tensor, file in weight_map.items() if tensor not in headers[file]]:
         raise WeightsError(
             f"{index}: lists tensors that the files do not hold: {_some(absent)}; "
@@ -188,14 +234,14 @@ def _parse_json(file: Path, text: bytes) -> Any:
 class BlockReader:
     """Reads blocks of a checkpoint's tensors; a context manager, which keeps the files mapped meanwhile.
 
-    safetensors hands out views of the mapped file: a block costs no memory until it is copied, and then only
-    the bytes of the block are copied (of a block of columns, those columns). ``bytes_read`` counts these
-    bytes; the system reads whole pages of the file, and shares them between the ranks of a host.
+    Files are mapped: a block costs no memory until it is copied, and then only the bytes of the block are copied
+    (of a block of columns, those columns). ``bytes_read`` counts these bytes; the system reads whole pages of
+    the file, once for all ranks of a host.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.bytes_read = 0
-        self._tensors = checkpoint.tensors
+        self._tensors, self._values = checkpoint.tensors, checkpoint.values
         self._files: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -207,10 +253,20 @@ class BlockReader:
         self._stack.close()
 
     def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
-        """The ``block`` of tensor ``name`` in the file's dtype, on the CPU.
+        """The ``block`` of tensor ``name`` in its own dtype; of a file's, on the CPU.
 
         Raises WeightsError when it cannot be read.
         """
+        view = self._values[name][block or ...] if name in self._values else self._read_file(name, block)
+        self.bytes_read += view.nbytes
+        return view
+
+    def each(self, name: str, blocks: Sequence[Block], use: Callable[[Tensor, Tensor], None]) -> None:
+        """Calls ``use`` with what tensor ``name`` holds for each of the ``blocks``, and the block's storage."""
+        for block in blocks:
+            use(self.read(name, block.slices), block.local)
+
+    def _read_file(self, name: str, block: tuple[slice, ...]) -> Tensor:
         file = self._tensors[name].file
         try:
             if file not in self._files:
@@ -218,5 +274,4 @@ class BlockReader:
             view: Tensor = self._files[file].get_slice(name)[block or ...]
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file}: tensor {name}: {error}; download the file again") from error
-        self.bytes_read += view.nbytes
         return view

@@ -29,11 +29,10 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What this rank holds of one tensor: the storage of its block, which has at least one dim."""
+    """What this rank holds of one tensor: for each of its blocks the storage, which has at least one dim."""
 
     tensor: FileTensor
-    local: Tensor
-    box: Box
+    blocks: Mapping[Box, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +54,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The part of a piece that one rank sends to its writer: ``box`` of tensor number ``index``."""
+    """The part of a piece that one rank sends to its writer: ``box`` of tensor number ``index``, out of a ``block``."""
 
     peer: int
     """The writer, to the rank that sends; the sender, to the writer."""
     index: int
+    block: Box
     box: Box
     nbytes: int
 
@@ -73,8 +73,8 @@ class Step:
     receives: tuple[Segment, ...]
 
 
-def whole_tensors(tensors: Sequence[FileTensor], boxes: Sequence[Sequence[Box]]) -> list[Whole]:
-    """Joins what the ranks hold: ``boxes[rank][index]`` is the block of ``tensors[index]`` on ``rank``.
+def whole_tensors(tensors: Sequence[FileTensor], boxes: Sequence[Sequence[Sequence[Box]]]) -> list[Whole]:
+    """Joins what the ranks hold: ``boxes[rank][index]`` are the blocks of ``tensors[index]`` on ``rank``.
 
     Raises WeightsError when the blocks of a tensor do not add up to it.
     """
@@ -82,8 +82,8 @@ def whole_tensors(tensors: Sequence[FileTensor], boxes: Sequence[Sequence[Box]])
     for index, tensor in enumerate(tensors):
         holders: dict[Box, list[int]] = {}
         for rank, held in enumerate(boxes):
-            if _volume(held[index]):
-                holders.setdefault(held[index], []).append(rank)
+            for box in held[index]:
+                holders.setdefault(box, []).append(rank)
         total, due = sum(map(_volume, holders)), math.prod(tensor.shape)
         if total != due:
             raise WeightsError(
@@ -114,9 +114,9 @@ def plan_step(wholes: Sequence[Whole], incoming: Mapping[int, Piece], rank: int)
             cut = _rows(box, piece)
             nbytes = _volume(cut) * whole.tensor.dtype.itemsize
             if nbytes and rank == sender:
-                sends.append(Segment(peer=writer, index=piece.index, box=cut, nbytes=nbytes))
+                sends.append(Segment(peer=writer, index=piece.index, block=box, box=cut, nbytes=nbytes))
             if nbytes and rank == writer:
-                receives.append(Segment(peer=sender, index=piece.index, box=cut, nbytes=nbytes))
+                receives.append(Segment(peer=sender, index=piece.index, block=box, box=cut, nbytes=nbytes))
     receives.sort(key=lambda segment: segment.peer)
     return Step(piece=incoming.get(rank), sends=tuple(sends), receives=tuple(receives))
 
@@ -145,7 +145,7 @@ class Exchange:
         at = 0
         for segment in step.sends:
             held = self._held[segment.index]
-            block = held.local[_inside(segment.box, held.box)].to(held.tensor.dtype)
+            block = held.blocks[segment.block][_inside(segment.box, segment.block)].to(held.tensor.dtype)
             self._send[at : at + segment.nbytes].copy_(block.contiguous().view(torch.uint8).view(-1))
             at += segment.nbytes
 
@@ -160,7 +160,7 @@ class Exchange:
     def _splits(self, segments: Iterable[Segment]) -> list[int]:
         sizes = [0] * self._world
         for segment in segments:
-            sizes[segment.peer] = segment.nbytes
+            sizes[segment.peer] += segment.nbytes
         return sizes
 
     def assemble(self, step: Step) -> memoryview:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from dtplan._errors import WeightsError, did_you_mean
-from dtplan.weights.agree import agreed, meet
-from dtplan.weights.checkpoint import DTYPES, BlockReader, Checkpoint, Entry, open_checkpoint
+from dtplan.planner.stored import Stored
+from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
+from dtplan.weights.checkpoint import DTYPES, BlockReader, Checkpoint, Entry, open_checkpoint, tensors_at_hand
+from dtplan.weights.layouts import file_layout
 from dtplan.weights.materialise import materialise
 from dtplan.weights.names import ignored_names, may_be_absent, sources
-from dtplan.weights.slices import local_part
-from dtplan.weights.state import StateTensor, state_tensors
+from dtplan.weights.rank0 import Broadcast, shared_by_rank0
+from dtplan.weights.state import NOTHING_FUSED, StateTensor, comm_device, state_tensors
 
-__all__ = ["LoadReport", "load_checkpoint"]
+__all__ = ["LoadReport", "Source", "load_checkpoint"]
 
 NO_ALIASES: Mapping[str, Sequence[str]] = MappingProxyType({})
+Source = str | os.PathLike[str] | Mapping[str, Tensor]
+"""A folder, or whole tensors by name."""
 MEET_SECONDS = 300.0
+LOGGER = logging.getLogger("dtplan")
 COMPARE_BYTES = 16 * 2**20
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Stored dtypes that are converted to any floating-point parameter."""
@@ -34,11 +42,12 @@ class LoadReport:
     loaded: tuple[str, ...]
     """The model's names, all of a tied tensor."""
     missing: tuple[str, ...]
-    """The model's names that no key of the checkpoint fills."""
+    """The names in checkpoints of what no key of the checkpoint fills; the model's own, fused tensors aside."""
     unexpected: tuple[str, ...]
     """The checkpoint's keys that fit nothing in the model."""
     bytes_read: int
-    """Bytes copied out of the files; a tie that is stored twice is read twice, to compare."""
+    """Bytes copied out of the source; a tie that is stored twice is read twice, to compare. With ``from_rank0``
+    rank 0 reads all, and the others none."""
     bytes_kept: int
     """Bytes of this rank's blocks in the dtypes of the files."""
 
@@ -51,36 +60,48 @@ class _Plan:
     found: list[tuple[StateTensor, list[str]]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    open: frozenset[str]
+    """The model's names that are not, or not wholly, filled."""
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        return tuple(name for state, _ in self.found for name in state.names)
+        """The model's names that are filled; of a fused tensor, once all its parts are found."""
+        filled = dict.fromkeys(owner for state, _ in self.found for owner in state.owners)
+        return tuple(owner for owner in filled if owner not in self.open)
 
 
 def load_checkpoint(
     model: nn.Module,
-    folder: str | os.PathLike[str],
+    source: Source | None,
     *,
+    from_rank0: bool = False,
     aliases: Mapping[str, Sequence[str]] = NO_ALIASES,
+    stored: Mapping[str, Stored] = NOTHING_FUSED,
     strict: bool = True,
     device: torch.device | str | None = None,
 ) -> LoadReport:
-    """Fills ``model``, sharded or whole, live or on meta, from the safetensors files in ``folder``.
+    """Fills ``model``, sharded or whole, live or on meta, from the files in a folder, or from a state dict.
 
     Collective over the default group. Each rank reads the blocks that it keeps and no others, converted to
-    the parameter's dtype; what is on meta is allocated on ``device`` and computed buffers are computed again
-    (see ``materialise``). ``aliases`` maps a module path to the names that checkpoints may have for it, such
-    as ``{"lm_head": ["embed_out"]}``. With ``strict=False`` missing and unexpected names are reported and not
-    refused; a missing tensor then keeps its value, and is refused when it has none.
+    the parameter's dtype; with ``from_rank0`` rank 0 reads and sends, and the ``source`` of other ranks is not
+    looked at. What is on meta is allocated on ``device`` and computed buffers are computed again
+    (see ``materialise``). ``stored`` says which parameters are put together from parts. ``aliases`` maps a module
+    path to the names that checkpoints may have for it, such as ``{"lm_head": ["embed_out"]}``. With
+    ``strict=False`` missing and unexpected names are reported and not refused; a missing tensor then keeps its
+    value, and is refused when it has none.
 
     Raises WeightsError, the same on every rank: a broken folder or file, missing or unexpected names, shapes
     or dtypes that do not fit, tied names with different values, tensors left without a value. Headers are
     checked before the model is touched; after a failure to read, the values in the model are undefined.
     """
     meet("load_checkpoint", MEET_SECONDS)
-    plan = agreed(lambda: _match(model, open_checkpoint(folder), aliases, strict=strict))
+    opened = shared_by_rank0(lambda: _opened(source)) if from_rank0 else agreed(lambda: _opened(source))
+    _refuse_other_checkpoints(opened)
+    plan = agreed(lambda: _match(model, opened, aliases, stored, strict=strict))
     agreed(lambda: _audit(plan, materialise(model, device)))
-    bytes_read, bytes_kept = agreed(lambda: _read(plan))
+    reader = Broadcast(opened, comm_device(model)) if from_rank0 else BlockReader(opened)
+    bytes_read, bytes_kept = agreed(lambda: _read(plan, reader))
+    _log_names(plan)
     return LoadReport(
         loaded=plan.loaded,
         missing=plan.missing,
@@ -90,21 +111,54 @@ def load_checkpoint(
     )
 
 
-def _match(model: nn.Module, checkpoint: Checkpoint, aliases: Mapping[str, Sequence[str]], *, strict: bool) -> _Plan:
-    states = state_tensors(model)
+def _opened(source: Source | None) -> Checkpoint:
+    if source is None:
+        raise WeightsError("there is nothing to load: give a folder or a state dict, or from_rank0=True on all ranks")
+    return tensors_at_hand(source) if isinstance(source, Mapping) else open_checkpoint(source)
+
+
+def _refuse_other_checkpoints(opened: Checkpoint) -> None:
+    """Ranks whose folders or state dicts differ would load parts of different models."""
+    lists = repr(sorted((name, entry.dtype, entry.shape) for name, entry in opened.tensors.items()))
+    said = gather_objects(hashlib.sha256(lists.encode()).hexdigest())
+    if others := [rank for rank, one in enumerate(said) if one != said[0]]:
+        raise WeightsError(
+            f"{opened.place}: lists other tensors on ranks {others} than on rank 0; give all ranks the same "
+            "checkpoint, or rank 0 alone with from_rank0=True"
+        )
+
+
+def _match(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    aliases: Mapping[str, Sequence[str]],
+    stored: Mapping[str, Stored],
+    *,
+    strict: bool,
+) -> _Plan:
+    states = state_tensors(model, stored)
     keys = checkpoint.tensors.keys()
     taken = {name for state in states for name in state.names}
     base = getattr(model, "base_model_prefix", "")
-    pairs = [(state, sources(state.names, keys, taken, aliases, base)) for state in states]
+    layout = file_layout(model)
+
+    def held_by(state: StateTensor) -> list[str]:
+        return sources(state.names, keys, taken, aliases, base, layout.renamed)
+
+    pairs = []
+    for state in states:
+        apart = [] if held_by(state) else [(piece, held_by(piece)) for piece in state.apart(layout)]
+        pairs += apart if any(held for _, held in apart) else [(state, held_by(state))]
     rest = keys - {key for _, held in pairs for key in held}
     plan = _Plan(
         checkpoint=checkpoint,
         found=[(state, held) for state, held in pairs if held],
         missing=tuple(s.names[0] for s, held in pairs if not held and not may_be_absent(model, s.names[0])),
         unexpected=tuple(sorted(rest - ignored_names(model, rest))),
+        open=frozenset(owner for state, held in pairs if not held for owner in state.owners),
     )
     if strict and (plan.missing or plan.unexpected):
-        raise WeightsError(_explain_names(plan))
+        raise WeightsError(f"{_differing_names(plan)}\n  = {_hint(plan)}")
     _check_fit(plan, _embedding_ids(model))
     return plan
 
@@ -113,11 +167,11 @@ def _check_fit(plan: _Plan, embeddings: set[int]) -> None:
     """Raises WeightsError with every tensor whose shape, dtype or placement does not allow the load."""
     problems = []
     for state, keys in plan.found:
-        local_part(state.names[0], state.tensor)
+        state.blocks()
         for key in keys:
-            problems += _misfits(key, plan.checkpoint.tensors[key], state.tensor, embeddings)
+            problems += _misfits(key, plan.checkpoint.tensors[key], state, embeddings)
     if problems:
-        raise WeightsError(f"{plan.checkpoint.folder}: {_first(problems, separator='; ')}")
+        raise WeightsError(f"{plan.checkpoint.place}: {_first(problems, separator='; ')}")
 
 
 def _embedding_ids(model: nn.Module) -> set[int]:
@@ -129,9 +183,9 @@ def _embedding_ids(model: nn.Module) -> set[int]:
     }
 
 
-def _misfits(key: str, entry: Entry, tensor: Tensor, embeddings: set[int]) -> list[str]:
-    """Why ``entry`` cannot fill ``tensor``."""
-    shape = tuple(tensor.shape)
+def _misfits(key: str, entry: Entry, state: StateTensor, embeddings: set[int]) -> list[str]:
+    """Why ``entry`` cannot fill ``state``."""
+    shape, tensor = state.shape, state.tensor
     if entry.shape != shape:
         if id(tensor) in embeddings and entry.shape[1:] == shape[1:]:
             cure = "the vocabularies differ: resize the embeddings before parallelize"
@@ -144,22 +198,33 @@ def _misfits(key: str, entry: Entry, tensor: Tensor, embeddings: set[int]) -> li
     return []
 
 
-def _explain_names(plan: _Plan) -> str:
-    lines = [f"{plan.checkpoint.folder}: the names in the checkpoint and in the model differ"]
+def _differing_names(plan: _Plan) -> str:
+    lines = [f"{plan.checkpoint.place}: the names in the checkpoint and in the model differ"]
     if plan.missing:
         lines.append(f"  {len(plan.missing)} of the model are not in the checkpoint: {_first(plan.missing)}")
     if plan.unexpected:
         lines.append(f"  {len(plan.unexpected)} of the checkpoint fit nothing in the model: {_first(plan.unexpected)}")
+    return "\n".join(lines)
+
+
+def _hint(plan: _Plan) -> str:
+    """What to do about names that differ."""
     if not plan.found:
-        hint = "no name fits: is the checkpoint of this architecture?"
-    elif plan.missing and plan.unexpected:
+        return "no name fits: is the checkpoint of this architecture?"
+    if plan.missing and plan.unexpected:
         near = did_you_mean(plan.missing[0], plan.unexpected)
-        hint = "give renamed modules as aliases={path: [other path]}" + (near and f"; {plan.missing[0]}: {near}")
-    elif plan.missing:
-        hint = "if the checkpoint ties its embeddings, build the model with config.tie_word_embeddings=True"
-    else:
-        hint = "load with strict=False to leave them out"
-    return "\n".join([*lines, f"  = {hint}"])
+        return "tell the plan of renamed modules, `names: {path: [other path]}`" + (
+            near and f"; {plan.missing[0]}: {near}"
+        )
+    if plan.missing:
+        return "if the checkpoint ties its embeddings, build the model with config.tie_word_embeddings=True"
+    return "load with strict=False to leave them out"
+
+
+def _log_names(plan: _Plan) -> None:
+    """What a load that is not strict left out, once for all ranks."""
+    if (plan.missing or plan.unexpected) and rank_and_world()[0] == 0:
+        LOGGER.warning("%s", _differing_names(plan))
 
 
 def _first(items: Sequence[str], most: int = 10, separator: str = ", ") -> str:
@@ -171,38 +236,40 @@ def _audit(plan: _Plan, undefined: set[str]) -> None:
     """Every tensor that has no value yet must be one that the checkpoint fills."""
     if left := sorted(undefined - set(plan.loaded)):
         raise WeightsError(
-            f"{plan.checkpoint.folder}: {len(left)} tensors of the model would be left without a value: "
+            f"{plan.checkpoint.place}: {len(left)} tensors of the model would be left without a value: "
             f"{_first(left)}; neither the checkpoint nor the model's `_init_weights` gives them one: build "
             "the model on the CPU and not on meta, or load a checkpoint that has them"
         )
 
 
 @torch.no_grad()
-def _read(plan: _Plan) -> tuple[int, int]:
+def _read(plan: _Plan, reader: BlockReader | Broadcast) -> tuple[int, int]:
     """Copies this rank's blocks, file by file; returns the bytes read and the bytes kept."""
     kept = 0
     tensors = plan.checkpoint.tensors
-    with BlockReader(plan.checkpoint) as reader:
+
+    def keep(stored: Tensor, local: Tensor) -> None:
+        nonlocal kept
+        assert not local.is_meta
+        kept += stored.nbytes
+        local.copy_(stored)
+
+    with reader:
         for state, keys in sorted(plan.found, key=lambda pair: tensors[pair[1][0]].file):
-            local, block = local_part(state.names[0], state.tensor)
-            assert not local.is_meta
-            if not local.numel():
-                continue
-            stored = reader.read(keys[0], block)
-            kept += stored.nbytes
-            local.copy_(stored)
+            held = state.blocks()
+            reader.each(keys[0], held, keep)
             for other in keys[1:]:
-                _compare(keys[0], stored, other, reader.read(other, block), local.dtype)
-        return reader.bytes_read, kept
+                reader.each(other, held, functools.partial(_compare, keys[0], other))
+    return reader.bytes_read, kept
 
 
-def _compare(key: str, stored: Tensor, other: str, twin: Tensor, dtype: torch.dtype) -> None:
-    """Two stored copies of one tied tensor must be equal in ``dtype``, bit for bit."""
+def _compare(key: str, other: str, twin: Tensor, kept: Tensor) -> None:
+    """What was ``kept`` of ``key`` and its ``twin``, another stored copy of one tied tensor, must be equal bits."""
     # In bands of rows, so that a comparison copies no more than a band.
-    first, second = (tensor if tensor.dim() else tensor.view(1) for tensor in (stored, twin))
-    rows = max(1, COMPARE_BYTES * len(first) // max(stored.nbytes, twin.nbytes))
+    first, second = (tensor if tensor.dim() else tensor.view(1) for tensor in (kept, twin))
+    rows = max(1, COMPARE_BYTES * len(first) // max(first.nbytes, second.nbytes, 1))
     for ours, theirs in zip(first.split(rows), second.split(rows), strict=True):
-        if not torch.equal(_bits(ours.to(dtype)), _bits(theirs.to(dtype))):
+        if not torch.equal(_bits(ours), _bits(theirs.to(ours.device, ours.dtype))):
             raise WeightsError(
                 f"{key} and {other} are one tied tensor in the model, but differ in the checkpoint; build "
                 "the model with config.tie_word_embeddings=False, or remove the wrong one from the checkpoint"

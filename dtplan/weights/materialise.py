@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dtplan.weights.state import mesh_device, original_name
 
-__all__ = ["materialise"]
+__all__ = ["materialise", "put_in", "with_owner"]
 
 
 def materialise(model: nn.Module, device: torch.device | str | None = None) -> set[str]:
@@ -26,20 +26,20 @@ def materialise(model: nn.Module, device: torch.device | str | None = None) -> s
     undefined = {id(param) for param in model.parameters() if param.is_meta}
     for param in model.parameters():
         if param.is_meta:
-            _swap_in(param, torch.empty_like(param, device=there))
+            put_in(param, torch.empty_like(param, device=there))
     empty = {id(buffer) for buffer in model.buffers() if buffer.is_meta}
     for buffer in model.buffers():
         if buffer.is_meta:
-            _swap_in(buffer, torch.empty_like(buffer, device=home or there))
+            put_in(buffer, torch.empty_like(buffer, device=home or there))
         elif home is not None and buffer.device != home:
-            _swap_in(buffer, buffer.to(home))
+            put_in(buffer, buffer.to(home))
     undefined |= _recompute_buffers(model, empty)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {original_name(name) for name, tensor in named if id(tensor) in undefined}
 
 
 @torch.no_grad()
-def _swap_in(tensor: Tensor, content: Tensor) -> None:
+def put_in(tensor: Tensor, content: Tensor) -> None:
     """Puts ``content`` under the object ``tensor``, at which ties, optimizers and FSDP2 go on pointing.
 
     FSDP2 pads the new storage to even size by itself, at the first forward.
@@ -57,7 +57,7 @@ def _recompute_buffers(model: nn.Module, empty: set[int]) -> set[int]:
     nearest model around the module. Its init functions leave tensors alone that carry ``_is_hf_initialized``.
     """
     undefined: set[int] = set()
-    for owner, module in _with_owner(model, None):
+    for owner, module in with_owner(model, None):
         before = {
             name: (buffer, buffer._version)
             for name, buffer in module._buffers.items()
@@ -73,12 +73,12 @@ def _recompute_buffers(model: nn.Module, empty: set[int]) -> set[int]:
     return undefined
 
 
-def _with_owner(module: nn.Module, owner: nn.Module | None) -> Iterator[tuple[nn.Module | None, nn.Module]]:
+def with_owner(module: nn.Module, owner: nn.Module | None) -> Iterator[tuple[nn.Module | None, nn.Module]]:
     """Every module from ``module`` down, each with the nearest enclosing one that knows ``_init_weights``."""
     owner = module if hasattr(module, "_init_weights") else owner
     yield owner, module
     for child in module.children():
-        yield from _with_owner(child, owner)
+        yield from with_owner(child, owner)
 
 
 @contextmanager

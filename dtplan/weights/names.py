@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -17,14 +17,16 @@ LEGACY_BUFFERS = (
 """Buffers that old checkpoints hold and today's models compute."""
 
 
-def spellings(name: str, aliases: Mapping[str, Sequence[str]], base: str) -> Iterator[str]:
+def spellings(
+    name: str, aliases: Mapping[str, Sequence[str]], base: str, in_files: Callable[[str], str] = str
+) -> Iterator[str]:
     """The names under which a checkpoint may hold the model's tensor ``name``, the likeliest first.
 
-    ``aliases`` maps a module path to other names of it. ``base`` is ``model.base_model_prefix``: a checkpoint
-    of the base model lacks it, and so do a base model's own names when the checkpoint is of a model with a
-    head.
+    ``in_files`` is how transformers spells a name in files. ``aliases`` maps a module path to other names of it.
+    ``base`` is ``model.base_model_prefix``: a checkpoint of the base model lacks it, and so do a base model's own
+    names when the checkpoint is of a model with a head.
     """
-    forms = [name]
+    forms = [*dict.fromkeys((name, in_files(name)))]
     for path, others in aliases.items():
         if name == path or name.startswith(path + "."):
             forms += [other + name[len(path) :] for other in others]
@@ -40,12 +42,13 @@ def sources(
     taken: Collection[str],
     aliases: Mapping[str, Sequence[str]],
     base: str,
+    in_files: Callable[[str], str] = str,
 ) -> list[str]:
     """Every one of ``keys`` that holds the tensor with these ``names``; several when a tie was stored twice.
 
     ``taken`` are the names of all tensors of the model: no respelling takes another tensor's own name.
     """
-    forms = dict.fromkeys(form for name in names for form in spellings(name, aliases, base))
+    forms = dict.fromkeys(form for name in names for form in spellings(name, aliases, base, in_files))
     return [form for form in forms if form in keys and (form in names or form not in taken)]
 
 

@@ -6,25 +6,25 @@ import copy
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from dtplan._errors import WeightsError
+from dtplan.planner.stored import Stored
 from dtplan.weights.agree import agreed, gather_objects, meet, rank_and_world
-from dtplan.weights.checkpoint import INDEX_FILE
+from dtplan.weights.blocks import Block
+from dtplan.weights.checkpoint import DTYPE_NAMES, INDEX_FILE
 from dtplan.weights.gather import Box, Held, Whole, whole_tensors
-from dtplan.weights.shards import Files, pack, write_files
-from dtplan.weights.slices import local_part
+from dtplan.weights.layouts import class_name, file_layout
+from dtplan.weights.shards import Files, index_of, pack, write_files
 from dtplan.weights.staging import Staging, writing
-from dtplan.weights.state import current_device, state_tensors
-from dtplan.weights.writer import DTYPE_NAMES, FileTensor, write_json
+from dtplan.weights.state import NOTHING_FUSED, StateTensor, comm_device, state_tensors
+from dtplan.weights.writer import FileTensor, write_json
 
 __all__ = ["SaveReport", "save_checkpoint"]
 
@@ -45,14 +45,16 @@ def save_checkpoint(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
+    stored: Mapping[str, Stored] = NOTHING_FUSED,
     max_shard_bytes: int = 5_000_000_000,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     meet_seconds: float = 30.0,
 ) -> SaveReport:
-    """Writes ``model`` to ``folder`` as transformers would: config, safetensors under the model's own names.
+    """Writes ``model`` to ``folder`` as transformers would: config, safetensors under its names.
 
-    Collective over the default group. Tied tensors are written once, padding never. Files of at most
+    Collective over the default group. Tied tensors are written once, padding never, fused parameters (``stored``)
+    as the tensors that they were put together from. Files of at most
     ``max_shard_bytes`` bytes of tensors (or one larger tensor) are planned from global shapes and spread over
     the ranks that see the folder; tensors travel in pieces, so a rank holds a few pieces and never a file.
     Values are written as they are; floating-point ones in ``dtype``, when it is given. The folder appears at
@@ -64,7 +66,7 @@ def save_checkpoint(
     """
     meet("save_checkpoint", meet_seconds)
     first = rank_and_world()[0] == 0
-    held = agreed(lambda: _held_tensors(model, dtype))
+    held = agreed(lambda: _held_tensors(model, stored, dtype))
     surveys = gather_objects(_survey(held, f"{os.fspath(folder)!r} {max_shard_bytes}"))
     wholes = agreed(lambda: _join(held, surveys))
     files = pack([one.tensor for one in held], max_shard_bytes)
@@ -72,7 +74,7 @@ def save_checkpoint(
     agreed(staging.open if first else _wait)
     try:
         writers = [rank for rank, sees in enumerate(gather_objects(staging.path.is_dir())) if sees]
-        write_files(staging.path, files, held, wholes, writers=writers, device=_comm_device(held))
+        write_files(staging.path, files, held, wholes, writers=writers, device=comm_device(model))
         agreed((lambda: _finish(staging, model, held, files, tokenizer)) if first else _wait)
     except BaseException:
         if first:
@@ -86,32 +88,41 @@ def _wait() -> None:
     """The part of every other rank in what rank 0 does alone."""
 
 
-def _held_tensors(model: nn.Module, dtype: torch.dtype | None) -> list[Held]:
-    """This rank's blocks of the tensors to save, in the model's order, each under one of its names."""
+def _held_tensors(model: nn.Module, stored: Mapping[str, Stored], dtype: torch.dtype | None) -> list[Held]:
+    """This rank's blocks of the tensors to save, in the model's order, each under one name, as transformers does."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     dropped = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    layout = file_layout(model)
     held = []
-    for state in state_tensors(model):
+    for state in state_tensors(model, stored):
         names = [name for name in state.names if name not in dropped]
-        if names:
+        if apart := state.apart(layout) if names else []:
+            held += [_hold(one.names[0], one, dtype) for one in apart]
+        elif names:
             # transformers ties targets to a source, and saves the source.
-            held.append(_hold(min(names, key=lambda name: name in tied), state.tensor, dtype))
+            held.append(_hold(layout.renamed(min(names, key=lambda name: name in tied)), state, dtype))
     return held
 
 
-def _hold(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Held:
+def _hold(name: str, state: StateTensor, dtype: torch.dtype | None) -> Held:
+    tensor = state.tensor
     if tensor.is_meta:
         raise WeightsError(f"{name} is on the meta device and has no values: load or initialise the model first")
     stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if stored not in DTYPE_NAMES:
         allowed = ", ".join(str(one) for one in DTYPE_NAMES)
         raise WeightsError(f"{name}: safetensors has no {stored}; pass a dtype out of {allowed}")
-    local, block = local_part(name, tensor)
     return Held(
-        tensor=FileTensor(name=name, dtype=stored, shape=tuple(tensor.shape)),
-        local=local if local.dim() else local.view(1),
-        box=tuple((part.start, part.stop) for part in block) or ((0, 1),),
+        tensor=FileTensor(name=name, dtype=stored, shape=state.shape),
+        blocks=dict(_rows(block) for block in state.blocks()),
     )
+
+
+def _rows(block: Block) -> tuple[Box, Tensor]:
+    """The block as what it covers and its storage; a scalar counts as one row."""
+    if not block.slices:
+        return ((0, 1),), block.local.view(1)
+    return tuple((part.start, part.stop) for part in block.slices), block.local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +131,7 @@ class _Survey:
 
     digest: str
     """Of what must be the same on all ranks: the call, and the tensors' names, dtypes and global shapes."""
-    boxes: list[Box]
+    boxes: list[list[Box]]
     token: str
     """Rank 0's goes into the name of the temporary folder."""
 
@@ -129,7 +140,7 @@ def _survey(held: Sequence[Held], call: str) -> _Survey:
     text = "\n".join([call, *(repr(one.tensor) for one in held)])
     return _Survey(
         digest=hashlib.sha256(text.encode()).hexdigest(),
-        boxes=[one.box for one in held],
+        boxes=[list(one.blocks) for one in held],
         token=secrets.token_hex(4),
     )
 
@@ -144,22 +155,13 @@ def _join(held: Sequence[Held], surveys: Sequence[_Survey]) -> list[Whole]:
     return whole_tensors([one.tensor for one in held], [survey.boxes for survey in surveys])
 
 
-def _comm_device(held: Sequence[Held]) -> torch.device:
-    """Where the default group moves bytes: where the tensors are, or on the device of its first backend."""
-    home = held[0].local.device if held else torch.device("cpu")
-    if rank_and_world()[1] == 1:
-        return home
-    served = [backend.split(":")[0] for backend in dist.get_backend_config().split(",")]
-    return home if home.type in served else current_device(served[0])
-
-
 def _finish(staging: Staging, model: nn.Module, held: Sequence[Held], files: Files, tokenizer: Any) -> None:
     """What rank 0 does alone: the index, the config and the tokenizer; then the folder into its place."""
     config = getattr(model, "config", None)
     generation_config = getattr(model, "generation_config", None)
     with writing(staging.path):
         if len(files) > 1:
-            write_json(staging.path / INDEX_FILE, _index(held, files))
+            write_json(staging.path / INDEX_FILE, index_of(held, files))
         if config is not None:
             _saved_config(config, model, held).save_pretrained(staging.path)
         for part in (generation_config, tokenizer):
@@ -168,16 +170,10 @@ def _finish(staging: Staging, model: nn.Module, held: Sequence[Held], files: Fil
     staging.commit()
 
 
-def _index(held: Sequence[Held], files: Files) -> dict[str, Any]:
-    weight_map = {held[index].tensor.name: name for name, indices in files.items() for index in indices}
-    return {"metadata": {"total_size": sum(one.tensor.nbytes for one in held)}, "weight_map": weight_map}
-
-
 def _saved_config(config: Any, model: nn.Module, held: Sequence[Held]) -> Any:
     """A copy of the config that names the model's class and the files' dtype, as transformers saves it."""
     saved = copy.deepcopy(config)
-    # FSDP2 puts a class of its own in front of the model's.
-    saved.architectures = [next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))]
+    saved.architectures = [class_name(model)]
     dtypes = (one.tensor.dtype for one in held if one.tensor.dtype.is_floating_point)
     saved.dtype = str(next(dtypes, torch.get_default_dtype())).removeprefix("torch.")
     return saved

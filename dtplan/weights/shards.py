@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from dtplan.weights.gather import Exchange, Held, Step, Whole, pieces, plan_step
 from dtplan.weights.staging import writing
 from dtplan.weights.writer import FileTensor, ShardWriter, file_order
 
-__all__ = ["Files", "pack", "write_files"]
+__all__ = ["Files", "index_of", "pack", "write_files"]
 
 Files = Mapping[str, Sequence[int]]
 """The tensors of each file by number, in the order of the file."""
@@ -38,6 +39,12 @@ def pack(tensors: Sequence[FileTensor], max_shard_bytes: int) -> Files:
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     ordered = [sorted(shard, key=lambda index: file_order(tensors[index])) for shard in shards]
     return dict(zip(names if count > 1 else [SINGLE_FILE], ordered, strict=True))
+
+
+def index_of(held: Sequence[Held], files: Files) -> dict[str, Any]:
+    """The index that says which file holds which tensor."""
+    weight_map = {held[index].tensor.name: name for name, indices in files.items() for index in indices}
+    return {"metadata": {"total_size": sum(one.tensor.nbytes for one in held)}, "weight_map": weight_map}
 
 
 def write_files(

@@ -38,7 +38,8 @@ class Staging:
     """The next content of ``target``, in ``path``, a sibling folder that only ``commit`` makes visible.
 
     One rank calls ``open``; then any rank that sees ``path`` writes into it; then the first calls ``commit``
-    or ``discard``. Two jobs must not save to one target at the same time.
+    or ``discard``. With ``carries``, files of the target that a save does not write are in the next content, too.
+    Two jobs must not save to one target at the same time.
 
     What a crash leaves: before ``commit``, the target untouched and ``.NAME.tmp-TOKEN``, which the next save
     removes. Between the two renames of ``commit``, no target, but the old folder whole as
@@ -46,11 +47,12 @@ class Staging:
     them, the new target, and the old folder, which the next save removes.
     """
 
-    def __init__(self, target: str | os.PathLike[str], token: str) -> None:
+    def __init__(self, target: str | os.PathLike[str], token: str, *, carries: bool = True) -> None:
         # Of a link to a folder, the folder is replaced, and the link goes on pointing at it.
         self.target = Path(os.path.realpath(target))
         self.path = self.target.with_name(f".{self.target.name}.tmp-{token}")
         self._old = self.target.with_name(f".{self.target.name}.old-{token}")
+        self._carries = carries
 
     def open(self) -> None:
         """Puts right what earlier crashes left, and makes the empty folder ``path``. Raises WeightsError."""
@@ -81,7 +83,7 @@ class Staging:
             for folder, _, files in os.walk(self.path):
                 for name in files:
                     _sync(Path(folder, name))
-            if replaces:
+            if replaces and self._carries:
                 self._carry_over()
             for folder, _, _ in os.walk(self.path):
                 _sync(Path(folder))

@@ -8,16 +8,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from dtplan.weights.checkpoint import DTYPES, PREFIX_BYTES
+from dtplan.weights.checkpoint import DTYPE_NAMES, PREFIX_BYTES
 
-__all__ = ["DTYPE_NAMES", "FileTensor", "ShardWriter", "file_order", "write_json"]
+__all__ = ["FileTensor", "ShardWriter", "file_order", "write_json"]
 
-DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT_BYTES = 8
+NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +49,9 @@ class ShardWriter:
     def __init__(self, file: Path) -> None:
         self._stream = file.open("xb", buffering=0)
 
-    def write_header(self, tensors: Sequence[FileTensor]) -> None:
-        """Announces the ``tensors``, whose bytes must follow in this order."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    def write_header(self, tensors: Sequence[FileTensor], metadata: Mapping[str, str] = NO_METADATA) -> None:
+        """Announces the ``tensors``, whose bytes must follow in this order, and further ``metadata``."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         end = 0
         for tensor in tensors:
             start, end = end, end + tensor.nbytes

@@ -1,0 +1,1 @@
+"""Training checkpoints on torch's distributed checkpoint: saved at one degree, resumed at any other."""
