@@ -319,7 +319,8 @@ def randomized(model: M, seed: int) -> M:
 def token_batch(config: Any, *, rows: int, length: int, seed: int) -> dict[str, Tensor]:
     """Random tokens [rows, length] and their labels; each row ignores as many, so that means of parts agree."""
     generator = torch.Generator().manual_seed(seed + 1)
-    vocabulary = config.get_text_config(decoder=True).vocab_size
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    vocabulary = text.vocab_size
     ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels = ids.clone()
     labels[:, :3] = -100
