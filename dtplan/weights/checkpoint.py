@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,7 +14,6 @@ from pathlib import Path, PurePath
 from typing import Any, Self, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +30,7 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "open_checkpoint",
+    "raw_bytes",
     "tensors_at_hand",
 ]
 
@@ -64,9 +66,11 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a checkpoint: its file, its dtype as the format spells it, and its shape."""
+    """One tensor of a checkpoint: its file and where in it, its dtype as the format spells it, and its shape."""
 
     file: Path
+    start: int = 0
+    """Of its bytes, from the file's beginning; only for safetensors files."""
     dtype: str
     shape: tuple[int, ...]
 
@@ -96,6 +100,11 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     when a file or the index is broken, incomplete, or points out of the folder.
     """
     root = Path(folder)
+    with _readable(root):  # asking may be forbidden, too
+        return _open(root)
+
+
+def _open(root: Path) -> Checkpoint:
     if not root.is_dir():
         raise WeightsError(f"{root}: {_why_no_folder(root)}")
     if (root / SINGLE_FILE).is_file():
@@ -200,8 +209,15 @@ def read_header(file: Path) -> dict[str, Entry]:
     if size != expected:
         state = "truncated" if size < expected else "longer than its header says"
         raise WeightsError(f"{file}: {state} ({size} of {expected} bytes); download it again")
+    start = PREFIX_BYTES + length
     return {
-        name: Entry(file=file, dtype=fields["dtype"], shape=tuple(fields["shape"])) for name, fields in header.items()
+        name: Entry(
+            file=file,
+            start=start + fields["data_offsets"][0],
+            dtype=fields["dtype"],
+            shape=tuple(fields["shape"]),
+        )
+        for name, fields in header.items()
     }
 
 
@@ -232,17 +248,16 @@ def _parse_json(file: Path, text: bytes) -> Any:
 
 
 class BlockReader:
-    """Reads blocks of a checkpoint's tensors; a context manager, which keeps the files mapped meanwhile.
+    """Reads blocks of a checkpoint's tensors; a context manager, which keeps the files open meanwhile.
 
-    Files are mapped: a block costs no memory until it is copied, and then only the bytes of the block are copied
-    (of a block of columns, those columns). ``bytes_read`` counts these bytes; the system reads whole pages of
-    the file, once for all ranks of a host.
+    ``bytes_read`` counts the bytes of the blocks. Of a block of columns the system reads whole pages of the
+    file, once for all ranks of a host.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.bytes_read = 0
         self._tensors, self._values = checkpoint.tensors, checkpoint.values
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, int] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -253,11 +268,17 @@ class BlockReader:
         self._stack.close()
 
     def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
-        """The ``block`` of tensor ``name`` in its own dtype; of a file's, on the CPU.
+        """The ``block`` of tensor ``name`` in its own dtype, to look at; of a file's, on the CPU.
 
-        Raises WeightsError when it cannot be read.
+        Of a file, a view of its mapping: it costs no memory until it is used. Raises WeightsError when it cannot be
+        read.
         """
-        view = self._values[name][block or ...] if name in self._values else self._read_file(name, block)
+        entry = self._tensors[name]
+        if name in self._values:
+            view = self._values[name][block or ...]
+        else:
+            with _reading(name, entry):
+                view = self._whole(entry).view(DTYPES[entry.dtype]).view(entry.shape)[block or ...]
         self.bytes_read += view.nbytes
         return view
 
@@ -266,12 +287,68 @@ class BlockReader:
         for block in blocks:
             use(self.read(name, block.slices), block.local)
 
-    def _read_file(self, name: str, block: tuple[slice, ...]) -> Tensor:
-        file = self._tensors[name].file
-        try:
-            if file not in self._files:
-                self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            view: Tensor = self._files[file].get_slice(name)[block or ...]
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file}: tensor {name}: {error}; download the file again") from error
-        return view
+    def fill(self, name: str, blocks: Sequence[Block]) -> None:
+        """Fills the storage of the ``blocks`` from tensor ``name``, converted to its dtype.
+
+        Whole rows go from a file to their place and are never mapped. Raises WeightsError when they cannot be read.
+        """
+        entry = self._tensors[name]
+        for block in blocks:
+            out = block.local
+            if name in self._values or not _rows_as_they_are(entry, block.slices, out):
+                out.copy_(self.read(name, block.slices))
+                continue
+            before = block.slices[0].start * math.prod(entry.shape[1:]) * out.itemsize if block.slices else 0
+            with _reading(name, entry):
+                _read_bytes(self._descriptor(entry.file), entry.start + before, out)
+            self.bytes_read += out.nbytes
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._files:
+            self._files[file] = os.open(file, os.O_RDONLY)
+            self._stack.callback(os.close, self._files[file])
+        return self._files[file]
+
+    def _whole(self, entry: Entry) -> Tensor:
+        """All bytes of a tensor, mapped for as long as they are used; copied where the file does not align them."""
+        dtype, descriptor = DTYPES[entry.dtype], self._descriptor(entry.file)
+        nbytes = math.prod(entry.shape) * dtype.itemsize
+        ahead = entry.start % mmap.ALLOCATIONGRANULARITY
+        if not nbytes or ahead % dtype.itemsize:
+            copied = torch.empty(nbytes, dtype=torch.uint8)
+            _read_bytes(descriptor, entry.start, copied)
+            return copied
+        # Writable for torch's sake, and private: nothing that is written would reach the file.
+        mapped = mmap.mmap(descriptor, ahead + nbytes, access=mmap.ACCESS_COPY, offset=entry.start - ahead)
+        return torch.frombuffer(mapped, dtype=torch.uint8)[ahead:]
+
+
+def _rows_as_they_are(entry: Entry, block: Sequence[slice], out: Tensor) -> bool:
+    """Whether the bytes of ``out`` are those of ``block`` in the file, in one piece."""
+    whole_rows = all(part.stop - part.start == size for part, size in zip(block[1:], entry.shape[1:], strict=True))
+    return whole_rows and out.dtype == DTYPES[entry.dtype] and out.is_cpu and out.is_contiguous()
+
+
+def _read_bytes(descriptor: int, at: int, out: Tensor) -> None:
+    """The bytes of ``out``, which is contiguous, from position ``at`` of a file on."""
+    memory = raw_bytes(out)
+    while memory:
+        count = os.preadv(descriptor, [memory], at)
+        if not count:
+            raise EOFError(f"the file ends at byte {at}, {len(memory)} bytes too early")
+        memory, at = memory[count:], at + count
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The storage of a contiguous CPU tensor, as long as that lives."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+@contextmanager
+def _reading(name: str, entry: Entry) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError) as error:  # ValueError: a mapping past the file's end
+        raise WeightsError(f"{entry.file}: tensor {name}: {error}; download the file again") from error

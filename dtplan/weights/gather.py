@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dtplan._errors import WeightsError
 from dtplan.weights.agree import rank_and_world
+from dtplan.weights.checkpoint import raw_bytes
 from dtplan.weights.writer import FileTensor
 
 __all__ = ["Box", "Exchange", "Held", "Piece", "Step", "Whole", "pieces", "plan_step", "whole_tensors"]
@@ -130,36 +131,44 @@ class Exchange:
 
     def __init__(self, held: Sequence[Held], steps: Iterable[Step], device: torch.device) -> None:
         self._held = held
-        self._world = rank_and_world()[1]
-        sent = received = 0
+        self._rank, self._world = rank_and_world()
+        sent = received = whole = 0
         for step in steps:
-            sent, received = max(sent, _nbytes(step.sends)), max(received, _nbytes(step.receives))
+            sent, received = max(sent, self._moved(step.sends)), max(received, self._moved(step.receives))
+            whole = max(whole, sum(segment.nbytes for segment in step.receives))
         self._send = torch.empty(sent, dtype=torch.uint8, device=device)
         self._receive = torch.empty(received, dtype=torch.uint8, device=device)
         # What the file gets, as Python writes it and as torch fills it; frombuffer refuses an empty buffer.
-        self._bytes = bytearray(max(received, 1))
+        self._bytes = bytearray(max(whole, 1))
         self._piece = torch.frombuffer(self._bytes, dtype=torch.uint8)
 
     def fill(self, step: Step) -> None:
-        """Copies this rank's share of ``step`` into the send buffer, in the dtypes of the files."""
+        """Copies what this rank sends to others in ``step`` into the send buffer, in the dtypes of the files."""
         at = 0
-        for segment in step.sends:
-            held = self._held[segment.index]
-            block = held.blocks[segment.block][_inside(segment.box, segment.block)].to(held.tensor.dtype)
+        for segment in self._others(step.sends):
+            block = self._block(segment).to(self._held[segment.index].tensor.dtype)
             self._send[at : at + segment.nbytes].copy_(block.contiguous().view(torch.uint8).view(-1))
             at += segment.nbytes
 
     def move(self, step: Step) -> None:
         """The collective of ``step``: all ranks of the default group enter it, whether they send or not."""
-        received, sent = self._receive[: _nbytes(step.receives)], self._send[: _nbytes(step.sends)]
-        if self._world == 1:
-            received.copy_(sent)
-        else:
+        if self._world > 1:
+            received, sent = self._receive[: self._moved(step.receives)], self._send[: self._moved(step.sends)]
             dist.all_to_all_single(received, sent, self._splits(step.receives), self._splits(step.sends))
+
+    def _others(self, segments: Iterable[Segment]) -> list[Segment]:
+        """What goes to, or comes from, other ranks; a rank's own part never enters the buffers."""
+        return [segment for segment in segments if segment.peer != self._rank]
+
+    def _moved(self, segments: Iterable[Segment]) -> int:
+        return sum(segment.nbytes for segment in self._others(segments))
+
+    def _block(self, segment: Segment) -> Tensor:
+        return self._held[segment.index].blocks[segment.block][_inside(segment.box, segment.block)]
 
     def _splits(self, segments: Iterable[Segment]) -> list[int]:
         sizes = [0] * self._world
-        for segment in segments:
+        for segment in self._others(segments):
             sizes[segment.peer] += segment.nbytes
         return sizes
 
@@ -168,18 +177,27 @@ class Exchange:
         assert step.piece is not None
         tensor = self._held[step.piece.index].tensor
         frame: Box = ((step.piece.start, step.piece.stop), *((0, size) for size in tensor.shape[1:]))
+        if len(step.receives) == 1 and (own := self._as_it_is(step.receives[0])) is not None:
+            return own
         nbytes = _volume(frame) * tensor.dtype.itemsize
         out = self._piece[:nbytes].view(tensor.dtype).view(_shape(frame))
         at = 0
         for segment in step.receives:
-            block = self._receive[at : at + segment.nbytes].view(tensor.dtype).view(_shape(segment.box))
+            if segment.peer == self._rank:
+                block = self._block(segment)
+            else:
+                block = self._receive[at : at + segment.nbytes].view(tensor.dtype).view(_shape(segment.box))
+                at += segment.nbytes
             out[_inside(segment.box, frame)].copy_(block)
-            at += segment.nbytes
         return memoryview(self._bytes)[:nbytes]
 
-
-def _nbytes(segments: Iterable[Segment]) -> int:
-    return sum(segment.nbytes for segment in segments)
+    def _as_it_is(self, segment: Segment) -> memoryview | None:
+        """The bytes of a whole piece in this rank's own storage, if they are there as the file has them."""
+        if segment.peer != self._rank:
+            return None
+        block = self._block(segment)
+        as_it_is = block.is_cpu and block.is_contiguous() and block.dtype == self._held[segment.index].tensor.dtype
+        return raw_bytes(block) if as_it_is else None
 
 
 def _shape(box: Box) -> tuple[int, ...]:

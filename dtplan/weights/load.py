@@ -248,16 +248,13 @@ def _read(plan: _Plan, reader: BlockReader | Broadcast) -> tuple[int, int]:
     kept = 0
     tensors = plan.checkpoint.tensors
 
-    def keep(stored: Tensor, local: Tensor) -> None:
-        nonlocal kept
-        assert not local.is_meta
-        kept += stored.nbytes
-        local.copy_(stored)
-
     with reader:
         for state, keys in sorted(plan.found, key=lambda pair: tensors[pair[1][0]].file):
             held = state.blocks()
-            reader.each(keys[0], held, keep)
+            assert not any(block.local.is_meta for block in held)
+            reader.fill(keys[0], held)
+            itemsize = DTYPES[tensors[keys[0]].dtype].itemsize
+            kept += sum(block.local.numel() * itemsize for block in held)
             for other in keys[1:]:
                 reader.each(other, held, functools.partial(_compare, keys[0], other))
     return reader.bytes_read, kept

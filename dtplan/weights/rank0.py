@@ -75,6 +75,10 @@ class Broadcast:
                 for block in blocks:
                     _use_rows(block, received, piece.start, use)
 
+    def fill(self, name: str, blocks: Sequence[Block]) -> None:
+        """Fills the storage of the ``blocks`` from tensor ``name``, as ``each`` does."""
+        self.each(name, blocks, _copy)
+
     def _receive(self, tensor: FileTensor, shape: tuple[int, ...], rows: slice) -> Tensor:
         nbytes = math.prod(shape) * tensor.dtype.itemsize
         if nbytes > self._buffer.numel():
@@ -87,6 +91,10 @@ class Broadcast:
         if rank_and_world()[1] > 1:
             dist.broadcast(self._buffer[:nbytes], src=0)
         return piece
+
+
+def _copy(part: Tensor, local: Tensor) -> None:
+    local.copy_(part)
 
 
 def _use_rows(block: Block, piece: Tensor, start: int, use: Callable[[Tensor, Tensor], None]) -> None:
