@@ -13,8 +13,10 @@ import torch
 
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
+from dtplan.testing.profiles import load_profile
 
 torch.set_num_threads(1)
+load_profile(os.environ.get("DTPLAN_PROFILE") or "ci")  # --dtplan-profile comes later, and counts more
 
 
 PRELOAD = (

@@ -44,7 +44,7 @@ def run(*command: str, cwd: Path) -> str:
 
 
 def test_the_python_block_trains_and_saves(folder: Path) -> None:
-    (script,) = blocks("python")
+    script, _test = blocks("python")
     (folder / "train.py").write_text(script)
     (torchrun,) = [block for block in blocks("sh") if "torchrun" in block]
     options = torchrun.split("torchrun", 1)[1].split()
@@ -64,6 +64,21 @@ def test_the_commands_run(folder: Path) -> None:
         command, *args = line.split()
         assert command == "dtplan"
         assert run(sys.executable, "-m", "dtplan.cli", *args, cwd=folder)
+
+
+def test_the_test_of_a_plan_passes(tmp_path: Path) -> None:
+    """As the README says it; the plugin is named, so that a checkout that is not installed has it too."""
+    _script, test = blocks("python")
+    (plan,) = blocks("yaml")
+    (command,) = [block for block in blocks("sh") if "pytest" in block]
+    (tmp_path / "test_mistral.py").write_text(test)
+    (tmp_path / "mistral.yaml").write_text(plan)
+    program, *arguments = command.split()
+    assert program == "pytest"
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
+    names = [sys.executable, "-m", program, "-p", "dtplan.testing.plugin", *arguments]
+    done = subprocess.run(names, cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def test_the_make_targets_exist() -> None:

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dtplan._errors import ApplyError, DegreesError
 from dtplan.prove import pool as pool_module
 from dtplan.prove import simulated as simulated_module
-from dtplan.prove.pool import GlooPool, RemoteTraceback
+from dtplan.prove.pool import GlooPool
+from dtplan.prove.serve import RemoteTraceback
 from dtplan.prove.simulated import simulated_ranks
 
 ops = torch.ops._c10d_functional
@@ -456,6 +457,31 @@ def other_groups_first(rank, extra):
 def test_a_call_does_not_see_the_groups_of_an_earlier_one(pool):
     for extra in (0, 3):
         assert pool.run(other_groups_first, extra) == [[0.0, 2.0, 4.0, 6.0]] * 4
+
+
+def test_calls_within_kept_share_processes_that_end_with_it(pool):
+    with pool.kept(ranks=2) as ranks:
+        first, second = ranks.run(pids), ranks.run(pids)
+        assert first == second
+        assert len(active_children()) == 2
+    assert active_children() == []
+
+
+def test_kept_ranks_find_the_groups_of_their_own_call(pool):
+    """Meshes that are equal, with groups that are not the same: DTensor's caches must not hand out wrong ones."""
+    with pool.kept() as ranks:
+        for extra in (0, 3, 1):
+            assert ranks.run(other_groups_first, extra) == [[0.0, 2.0, 4.0, 6.0]] * 4
+
+
+def test_kept_ranks_are_new_ones_after_a_failure(pool):
+    with pool.kept(ranks=2) as ranks:
+        before = ranks.run(pids)
+        with pytest.raises(DegreesError, match="rank 0 refuses"):
+            ranks.run(refuse_each)
+        with pytest.raises(ApplyError, match="died of SIGKILL"):
+            ranks.run(die, "kill")
+        assert {pid for pid, *_ in ranks.run(pids)}.isdisjoint({pid for pid, *_ in before})
 
 
 def return_lambda(rank):

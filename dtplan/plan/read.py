@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,19 @@ def load_plan(plan: str | Path | Plan) -> Plan:
     """
     if isinstance(plan, Plan):
         return plan
+    shipped = library.builtin_plans()
+    if isinstance(plan, str) and plan in shipped:
+        return _builtin(plan, max(file.stat().st_mtime_ns for file in shipped.values()))
+    return _from_file(plan)
+
+
+@functools.lru_cache(maxsize=128)
+def _builtin(name: str, newest_ns: int) -> Plan:
+    """Read once a process, unless a built-in is edited meanwhile: `auto` looks through all of them."""
+    return _from_file(name)
+
+
+def _from_file(plan: str | Path) -> Plan:
     path, shown_as = library.locate(plan)
     source, node = compose(path, shown_as)
     return _finish(source, node, path)

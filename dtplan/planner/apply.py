@@ -21,6 +21,7 @@ from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundModule, BoundPlan
 from dtplan.planner.collectives import Group
 from dtplan.planner.degrees import AXES
+from dtplan.planner.dropout import add_streams
 from dtplan.planner.fsdp import FsdpOptions, checkpoint_units, data_mesh, precision, recomputed, shard_with_fsdp
 from dtplan.planner.loss import causal_lm_loss
 from dtplan.planner.stored import Stored
@@ -129,6 +130,7 @@ def parallelize(
         tp = _shard(model, fusing, mesh["tp"])
         units = bound.fsdp_units if data is not None or every else ()
         _add_scopes(model, bound, units, tp)
+        add_streams(model, bound, tp)
         fusing.seal(model)
         stored = tp.stored
     if every:

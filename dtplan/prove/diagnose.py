@@ -21,7 +21,7 @@ from dtplan.planner.loss import causal_lm_loss
 from dtplan.planner.stored import Stored
 from dtplan.prove.edits import Edit, added_once, gradient, input_whole, output_residual, rule_of, sharded_norm
 from dtplan.prove.held import DISAGREE, MISSING, NO_FIT, PARTIAL, RIGHT, SHAPE, TIMES, Held, held
-from dtplan.prove.oracle import BOUND, float64_casts, wholes
+from dtplan.prove.oracle import BOUND, float64_casts, logits_of, wholes
 from dtplan.prove.ranks import Job, part_of, sharded_model
 from dtplan.prove.result import Finding
 from dtplan.prove.simulated import simulated_ranks
@@ -80,7 +80,7 @@ def _watch(rank: int, job: Job, ranks: list[Evidence]) -> None:
         sharded = sharded_model(job)
         batch, _ = part_of(job, rank)
         with float64_casts(), seen.walk.of(sharded):
-            logits = sharded(input_ids=batch["input_ids"], use_cache=False).logits
+            logits = logits_of(sharded, batch)
         seen.logits = logits.shape
         with float64_casts():
             causal_lm_loss(logits, batch["labels"]).backward()

@@ -59,8 +59,7 @@ def outcome(model: nn.Module, batch: Mapping[str, Tensor]) -> Outcome:
     """
     model.zero_grad()
     with float64_casts():
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        logits = model(**inputs, use_cache=False).logits
+        logits = logits_of(model, batch)
         loss = causal_lm_loss(logits, batch["labels"])
         loss.backward()
     grads = wholes(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -74,6 +73,16 @@ def wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     for name, tensor in tensors.items():
         found |= stored[name].split(whole(tensor)) if name in stored else {name: whole(tensor)}
     return found
+
+
+def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """What ``model`` gives for a batch without its labels: its output, or the output's ``logits``."""
+    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key != "labels"}
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        inputs["use_cache"] = False
+    found = model(**inputs)
+    logits: Tensor = found if isinstance(found, Tensor) else found.logits
+    return logits
 
 
 def whole(tensor: Tensor) -> Tensor:

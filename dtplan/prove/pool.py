@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import pickle
 import re
 import signal
-import socket
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from linecache import getline
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from dtplan._errors import ApplyError
+from dtplan.prove.serve import UNWIND_S, RemoteTraceback, Seat, rebuilt, serve
+from dtplan.prove.serve import __file__ as serve_file
 
 _PRELOAD = (
     "torch",
@@ -36,16 +31,15 @@ _PRELOAD = (
     "torch.distributed.tensor",
     "transformers",
     "dtplan.prove.pool",
+    "dtplan.prove.ranks",
 )
 
 _SETTLE_S = 2.0
 """Seconds, after a rank failed, in which the others may come to an end; it keeps its connections so long."""
-_UNWIND_S = 10.0
-"""Seconds, after those were closed, in which ranks that waited for it may come to an error."""
-
+_UNWIND_S = UNWIND_S
 
 _STACK_LINE = r'File "(.+)", line (\d+) in (.+)'
-_LIBRARY = (str(Path(torch.__file__).parent), str(Path(multiprocessing.__file__).parent), __file__, "<")
+_LIBRARY = (str(Path(torch.__file__).parent), str(Path(multiprocessing.__file__).parent), __file__, serve_file, "<")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +61,9 @@ class GlooPool:
     Every call gets processes and a process group of its own: in a process that is kept, DTensor's caches
     outlive the group, and resolve a mesh of the next call to groups of the last one. A fork costs little, for
     the server (one per Python process, started by the first call) has imported torch, transformers and the
-    modules of ``preload`` before. Functions and arguments travel by pickle, hence functions by module and
-    name; as always with multiprocessing, a script makes its calls under ``if __name__ == "__main__"``.
+    modules of ``preload`` before; what costs is that each process warms up torch anew. Within :meth:`kept`,
+    calls share processes and the group. Functions and arguments travel by pickle, hence functions by module
+    and name; as always with multiprocessing, a script makes its calls under ``if __name__ == "__main__"``.
     """
 
     def __init__(self, size: int, *, timeout_s: float = 60, preload: Sequence[str] = ()) -> None:
@@ -99,34 +94,92 @@ class GlooPool:
         here, with the remote traceback as its cause. Raises :class:`ApplyError` when a rank died, when ranks
         were not done after ``timeout_s`` seconds (default: the pool's) and when something does not pickle.
         """
-        outcomes = self.run_outcomes(fn, *args, ranks=ranks, timeout_s=timeout_s)
-        for outcome in sorted(outcomes, key=lambda outcome: outcome.secondary):
-            if outcome.error is not None:
-                raise outcome.error
-        return [outcome.value for outcome in outcomes]
+        return values_of(self.run_outcomes(fn, *args, ranks=ranks, timeout_s=timeout_s))
 
     def run_outcomes(
         self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout_s: float | None = None
     ) -> list[Outcome]:
         """Like :meth:`run`, but return what each rank came to and raise no error of a rank."""
+        with self._seated(ranks, timeout_s) as ranks_:
+            return ranks_.outcomes(fn, args)
+
+    @contextmanager
+    def kept(self, *, ranks: int | None = None, timeout_s: float | None = None) -> Iterator[Kept]:
+        """Inside, calls of the given object share processes, warm from the second call on.
+
+        For many short calls, as the examples of a property. The process group is one for all of them, so the
+        groups that DTensor's caches know stay alive; those that calls make for their meshes add up. After a
+        call that failed the next one gets new processes.
+        """
+        with self._seated(ranks, timeout_s) as ranks_:
+            yield ranks_
+
+    @contextmanager
+    def _seated(self, ranks: int | None, timeout_s: float | None) -> Iterator[Kept]:
         n = self.size if ranks is None else ranks
-        limit = self.timeout_s if timeout_s is None else timeout_s
         if self._closed:
             raise ApplyError("This GlooPool is closed: make another one.")
         if not 1 <= n <= self.size:
             raise ApplyError(f"This GlooPool runs 1 to {self.size} ranks, but {n} were asked for.")
-        workers: list[_Worker] = []
-        with tempfile.TemporaryDirectory(prefix="dtplan-") as name:
-            folder = Path(name)
-            (folder / "job").write_bytes(_pickled_job(fn, args))
-            try:
-                seats = [_Seat(rank, n, folder, limit) for rank in range(n)]
-                workers.extend(_Worker(seat, self._context) for seat in seats)
-                _listen(workers, limit)
-            finally:
-                for worker in workers:
-                    worker.end()
-        return [worker.outcome for worker in workers if worker.outcome is not None]
+        kept = Kept(n, self.timeout_s if timeout_s is None else timeout_s, self._context)
+        try:
+            yield kept
+        finally:
+            kept.end()
+
+
+class Kept:
+    """Ranks that serve one call after another; made by a pool."""
+
+    def __init__(self, n: int, timeout_s: float, context: ForkServerContext) -> None:
+        self.n, self.timeout_s = n, timeout_s
+        self._context = context
+        self._workers: list[_Worker] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """As :meth:`GlooPool.run`; what ``fn`` leaves behind in its process, the next call finds."""
+        return values_of(self.outcomes(fn, args))
+
+    def outcomes(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Outcome]:
+        """What each rank came to; after an error of any the processes are ended."""
+        job = _pickled_job(fn, args)
+        try:
+            for worker in self._ready():
+                worker.ask(job)
+            _listen(self._workers, self.timeout_s)
+            outcomes = [worker.outcome for worker in self._workers if worker.outcome is not None]
+        except BaseException:
+            self.end()
+            raise
+        if any(worker.failed for worker in self._workers):
+            self.end()
+        return outcomes
+
+    def _ready(self) -> list[_Worker]:
+        if not self._workers:
+            self._folder = tempfile.TemporaryDirectory(prefix="dtplan-")
+            for rank in range(self.n):
+                seat = Seat(rank, self.n, Path(self._folder.name), self.timeout_s)
+                self._workers.append(_Worker(seat, self._context))
+        return self._workers
+
+    def end(self) -> None:
+        """End the processes, whatever they do."""
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The values in rank order; raises the error of the lowest rank that failed by itself."""
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.secondary):
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in outcomes]
 
 
 def _pickled_job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -139,36 +192,27 @@ def _pickled_job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Seat:
-    """What a rank has to know before it can meet the others."""
-
-    rank: int
-    n: int
-    folder: Path
-    timeout_s: float
-
-    @property
-    def places(self) -> Path:
-        """The file in which the rank writes its stack when asked."""
-        return self.folder / f"places{self.rank}"
-
-
 # ------------------------------------------------------------------------------------- in the calling process
 
 
 class _Worker:
     """The calling process's end of one rank."""
 
-    def __init__(self, seat: _Seat, context: ForkServerContext) -> None:
+    def __init__(self, seat: Seat, context: ForkServerContext) -> None:
         self.seat = seat
         self.outcome: Outcome | None = None
         self.died = False
         seat.places.touch()
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(seat, theirs), daemon=True)
+        self._process = context.Process(target=serve, args=(seat, theirs), daemon=True)
         self._process.start()
         theirs.close()
+
+    def ask(self, job: bytes) -> None:
+        """Give the rank something to do."""
+        self.outcome = None
+        with suppress(OSError):  # it died: whoever hears from it will tell
+            self.connection.send_bytes(job)
 
     def hear(self, *, secondary: bool) -> None:
         """Take what the rank sends, or note that it died instead."""
@@ -265,71 +309,6 @@ def _opened(rank: int, message: bytes) -> Outcome:
     if len(parts) == 1:
         return Outcome(rank=rank, value=parts[0])
     *made_of, text = parts
-    error = _rebuilt(*made_of)
+    error = rebuilt(*made_of)
     error.__cause__ = RemoteTraceback(text)
     return Outcome(rank=rank, error=error)
-
-
-def _rebuilt(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """The error as it was, without its constructor, whose parameters need not be ``args``."""
-    error = cls.__new__(cls, *args)
-    error.__dict__.update(state)
-    return error
-
-
-class RemoteTraceback(Exception):
-    """The text of a traceback in another process."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-# ---------------------------------------------------------------------------------------- in a rank's process
-
-
-def _serve(seat: _Seat, connection: Connection) -> None:
-    """Run one rank, send its outcome, and keep its connections open until the caller ends the process."""
-    torch.set_num_threads(1)
-    with seat.places.open("w") as places:
-        faulthandler.register(signal.SIGUSR1, file=places, all_threads=False)
-        try:
-            message = _called(seat)
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            message = _packed(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        connection.send_bytes(message)
-        connection.poll(None)
-
-
-def _called(seat: _Seat) -> bytes:
-    fn, args = pickle.loads((seat.folder / "job").read_bytes())  # noqa: S301 - our own parent wrote it
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    dist.init_process_group(
-        "gloo",
-        store=FileStore(str(seat.folder / "store"), seat.n),  # joining a TCPStore stalls for 5 s now and then
-        rank=seat.rank,
-        world_size=seat.n,
-        timeout=timedelta(seconds=seat.timeout_s + _UNWIND_S),  # the caller is first, unless it has gone
-    )
-    value = fn(seat.rank, *args)
-    try:
-        return pickle.dumps((value,))
-    except Exception as error:
-        raise ApplyError(
-            f"A result of type {type(value)} cannot be pickled ({error}): return plain tensors."
-        ) from error
-
-
-def _packed(error: BaseException) -> bytes:
-    """What ``_rebuilt`` needs, and the traceback; an error that cannot be rebuilt becomes an ApplyError."""
-    text = "".join(traceback.format_exception(error))
-    made_of = (type(error), error.args, error.__dict__)
-    try:
-        same = str(_rebuilt(*pickle.loads(pickle.dumps(made_of)))) == str(error)  # noqa: S301 - made a moment ago
-    except Exception:  # noqa: BLE001 - whatever the class or its attributes raise
-        same = False
-    if not same:
-        made_of = (ApplyError, (f"{type(error).__qualname__}: {error}",), {})
-    return pickle.dumps((*made_of, text))

@@ -21,10 +21,10 @@ from dtplan.planner.bind import find_plan
 from dtplan.planner.meta import meta_model
 from dtplan.prove.diagnose import diagnose
 from dtplan.prove.oracle import BOUND, Outcome, outcome
-from dtplan.prove.pool import GlooPool
+from dtplan.prove.pool import GlooPool, Kept
 from dtplan.prove.ranks import STEPPED, STEPS, Job, bound_plan, errors_on_rank, train
 from dtplan.prove.repair import Repairs
-from dtplan.prove.result import Finding, Leg, LegResult, Proof, Smallest
+from dtplan.prove.result import MEASURE, Finding, Leg, LegResult, Proof, Smallest
 from dtplan.prove.shrink import (
     CannotProveError,
     Choice,
@@ -40,6 +40,7 @@ from dtplan.prove.smallest import SECONDS, Small, smallest
 from dtplan.prove.walk import Walk
 
 Switch = Literal["off", "on", "both"]
+Ranks = GlooPool | Kept
 OnLeg = Callable[[LegResult | None, int], None]
 _ROWS = 4
 _LENGTH = 16
@@ -180,20 +181,23 @@ def prove_model(
     seed: int = 0,
     choices: tuple[Choice, ...] = (),
     batch: Mapping[str, Tensor] | None = None,
+    steps: int = STEPS,
     explain: bool = True,
+    pool: Ranks | None = None,
     on_leg: OnLeg = lambda _result, _legs: None,
 ) -> Proof:
     """The legs of a model that ``make`` builds: float64, live, every parameter random.
 
-    Without ``explain`` a refuted leg is not run again to say why.
+    ``batch``: instead of random tokens; its rows are divided among data-parallel ranks. Without ``explain`` a refuted
+    leg is not run again to say why. ``pool``: for legs on gloo processes, instead of a new one.
     """
-    job, walk = job_of(make(), plan, legs[0], legs, seed=seed, batch=batch)
+    job, walk = job_of(make(), plan, legs[0], legs, seed=seed, batch=batch, steps=steps)
     on_leg(None, len(legs))
     results, repairs = [], Repairs(walk) if explain else None
     for leg in legs:
-        results.append(_run(dataclasses.replace(job, leg=leg), repairs))
+        results.append(_run(dataclasses.replace(job, leg=leg), repairs, pool))
         on_leg(results[-1], len(legs))
-    rows, length = job.batch["input_ids"].shape
+    rows, length = next(iter(job.batch.values())).shape[:2]
     return Proof(
         plan=given,
         digest=plan.digest,
@@ -206,6 +210,7 @@ def prove_model(
         choices=choices,
         legs=tuple(results),
         zero_gradients=tuple(sorted(job.zero)),
+        measure=MEASURE + (", and every parameter after the steps" if steps else ""),
         idle=tuple(name for name, _ in job.model.named_parameters() if name not in job.truth.grads),
     )
 
@@ -218,14 +223,16 @@ def job_of(
     *,
     seed: int,
     batch: Mapping[str, Tensor] | None = None,
+    steps: int = STEPS,
 ) -> tuple[Job, Walk]:
     """What ranks of ``leg`` need to know, the truth included; the batch is the same for all ``legs``."""
     if batch is None:
         batch = token_batch(model.config, rows=_ROWS, length=_length(leg.tp for leg in legs), seed=seed)
-    walk, truth, stepped = _unsharded_run(model, batch)
+    walk, truth, stepped = _unsharded_run(model, batch, steps)
     largest = max(grad.abs().max().item() for grad in truth.grads.values())
     zero = frozenset(name for name, grad in truth.grads.items() if grad.abs().max().item() <= _ZERO * largest)
-    return Job(model=model, batch=batch, plan=plan, leg=leg, truth=truth, stepped=stepped, zero=zero), walk
+    told = Job(model=model, batch=batch, plan=plan, leg=leg, truth=truth, stepped=stepped, zero=zero, steps=steps)
+    return told, walk
 
 
 def _length(degrees: Iterable[int]) -> int:
@@ -234,7 +241,9 @@ def _length(degrees: Iterable[int]) -> int:
     return step * math.ceil(_LENGTH / step)
 
 
-def _unsharded_run(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Walk, Outcome, dict[str, Tensor]]:
+def _unsharded_run(
+    model: nn.Module, batch: Mapping[str, Tensor], steps: int
+) -> tuple[Walk, Outcome, dict[str, Tensor]]:
     """The truth: what every module gave, the outcome of one step, the parameters after all steps."""
     walk, reference = Walk(), copy.deepcopy(model)
     try:
@@ -246,26 +255,26 @@ def _unsharded_run(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Walk,
             f"({type(error).__name__}: {_line(error)}): nothing is said about the plan"
         ) from error
     truth = Outcome(truth.logits, truth.loss, {name: grad.clone() for name, grad in truth.grads.items()})
-    train(reference, batch, clip=nn.utils.clip_grad_norm_)
+    train(reference, batch, clip=nn.utils.clip_grad_norm_, steps=steps)
     return walk, truth, {name: p.detach() for name, p in reference.named_parameters()}
 
 
-def _run(job: Job, repairs: Repairs | None) -> LegResult:
+def _run(job: Job, repairs: Repairs | None, pool: Ranks | None = None) -> LegResult:
     """One leg: bound, run on its world, and diagnosed where it fails."""
     start = time.perf_counter()
     try:
-        told = _compared(job, repairs)
+        told = _compared(job, repairs, pool)
     except BindError as error:
         told = LegResult(leg=job.leg, verdict="refuted", findings=refusals(error))
     return dataclasses.replace(told, seconds=round(time.perf_counter() - start, 3))
 
 
-def _compared(job: Job, repairs: Repairs | None) -> LegResult:
+def _compared(job: Job, repairs: Repairs | None, pool: Ranks | None) -> LegResult:
     leg, bound = job.leg, bound_plan(job)
     if later := sorted({wanted for module in bound.modules for wanted in module.later}):
         return LegResult(leg=leg, verdict="not run", reason=f"parallelize cannot do yet: {', '.join(later)}")
     try:
-        ranks = _on_its_world(job)
+        ranks = _on_its_world(job, pool)
     except Exception as error:  # noqa: BLE001 - what a model raises under a wrong plan is a finding
         pool_failed = leg.world == "gloo processes" and isinstance(error, ApplyError)
         if pool_failed or "were not all done" in str(error):  # slow, or a matter of the machine
@@ -279,7 +288,7 @@ def _compared(job: Job, repairs: Repairs | None) -> LegResult:
         leg=leg,
         verdict="refuted" if wrong else "proved",
         tensors=len(worst),
-        steps=STEPS if any(name.startswith(STEPPED) for name in worst) else 0,
+        steps=job.steps if any(name.startswith(STEPPED) for name in worst) else 0,
         largest_error=worst[largest],
         largest_at=largest,
         wrong=wrong,
@@ -287,10 +296,14 @@ def _compared(job: Job, repairs: Repairs | None) -> LegResult:
     )
 
 
-def _on_its_world(job: Job) -> list[dict[str, float]]:
+def _on_its_world(job: Job, pool: Ranks | None) -> list[dict[str, float]]:
     if job.leg.world == "gloo processes":
-        with GlooPool(job.leg.ranks, preload=(type(job.model).__module__,), timeout_s=300) as pool:
+        if isinstance(pool, GlooPool):
+            return pool.run(errors_on_rank, job, ranks=job.leg.ranks)
+        if pool is not None:
             return pool.run(errors_on_rank, job)
+        with GlooPool(job.leg.ranks, preload=(type(job.model).__module__,), timeout_s=300) as own:
+            return own.run(errors_on_rank, job)
     return simulated_ranks(job.leg.ranks, errors_on_rank, job)
 
 

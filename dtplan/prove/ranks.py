@@ -19,7 +19,7 @@ from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.clip import clip_grad_norm_
 from dtplan.planner.loss import causal_lm_loss
-from dtplan.prove.oracle import BOUND, Outcome, errors, float64_casts, outcome, relative_error, wholes
+from dtplan.prove.oracle import BOUND, Outcome, errors, float64_casts, logits_of, outcome, relative_error, wholes
 from dtplan.prove.result import Leg
 
 STEPS = 3
@@ -40,6 +40,8 @@ class Job:
     stepped: Mapping[str, Tensor]
     """The unsharded model's parameters after the optimizer's steps."""
     zero: frozenset[str]
+    steps: int = STEPS
+    """Optimizer steps after which parameters are compared as well; 0: none."""
 
 
 def bound_plan(job: Job) -> BoundPlan:
@@ -67,11 +69,13 @@ def errors_on_rank(rank: int, job: Job) -> dict[str, float]:
     sharded = sharded_model(job)
     batch, truth = part_of(job, rank)
     found = compare(outcome(sharded, batch), truth, job.zero)
+    if not job.steps:
+        return found
     largest = torch.tensor([max(found.values())], dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)  # whether to go on is for all ranks to say
     if largest.item() > BOUND:
         return found
-    train(sharded, batch, clip=clip_grad_norm_)
+    train(sharded, batch, clip=clip_grad_norm_, steps=job.steps)
     parameters = wholes(sharded, {name: p.detach() for name, p in sharded.named_parameters()})
     return found | {STEPPED + name: relative_error(p, job.stepped[name]) for name, p in parameters.items()}
 
@@ -107,15 +111,14 @@ def compare(found: Outcome, truth: Outcome, zero: Container[str]) -> dict[str, f
     return distances
 
 
-def train(model: nn.Module, batch: Mapping[str, Tensor], *, clip: Callable[..., Any]) -> None:
-    """``STEPS`` steps of AdamW with clipping; the gradients of the first are there already."""
+def train(model: nn.Module, batch: Mapping[str, Tensor], *, clip: Callable[..., Any], steps: int = STEPS) -> None:
+    """``steps`` steps of AdamW with clipping; the gradients of the first are there already."""
     # With a small eps, AdamW divides rounding by rounding where a gradient is near zero.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    for step in range(STEPS):
+    for step in range(steps):
         if step:
             model.zero_grad()
             with float64_casts():
-                logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-                causal_lm_loss(logits, batch["labels"]).backward()
+                causal_lm_loss(logits_of(model, batch), batch["labels"]).backward()
         clip(model.parameters(), _MAX_NORM)
         optimizer.step()

@@ -13,6 +13,10 @@ from dtplan.prove.shrink import Choice
 
 Verdict = Literal["proved", "refuted", "not run"]
 SCHEMA_VERSION = 1
+MEASURE = (
+    "largest difference over largest magnitude of the unsharded model's, per tensor, on every rank: logits, "
+    "next-token loss, every gradient"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +114,7 @@ class Proof:
     idle: tuple[str, ...] = ()
     """Parameters that take no part in a forward on tokens, such as those for images: nothing is said of them."""
     dtype: str = "float64"
-    measure: str = (
-        "largest difference over largest magnitude of the unsharded model's, per tensor, on every rank: logits, "
-        "next-token loss, every gradient, and every parameter after the steps"
-    )
+    measure: str = MEASURE
 
     @property
     def verdict(self) -> Verdict:

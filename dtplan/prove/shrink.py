@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dtplan._errors import DtplanError
 
+M = TypeVar("M", bound=nn.Module)
 OLDEST_TORCH = (2, 11)
 
 
@@ -300,8 +301,12 @@ def refuse_unfit(cls: type[nn.Module], config: Any) -> None:
 
 
 def live_model(cls: type[nn.Module], config: Any, seed: int) -> nn.Module:
-    """``cls(config)`` in float64 with random parameters: none has a gradient that is small by symmetry."""
-    model = cls(config).double().train()
+    """``cls(config)`` in float64 with random parameters."""
+    return randomized(cls(config).double().train(), seed)
+
+
+def randomized(model: M, seed: int) -> M:
+    """``model`` with parameters drawn anew: none has a gradient that is small by symmetry."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -314,7 +319,8 @@ def live_model(cls: type[nn.Module], config: Any, seed: int) -> nn.Module:
 def token_batch(config: Any, *, rows: int, length: int, seed: int) -> dict[str, Tensor]:
     """Random tokens [rows, length] and their labels; each row ignores as many, so that means of parts agree."""
     generator = torch.Generator().manual_seed(seed + 1)
-    vocabulary = config.get_text_config(decoder=True).vocab_size
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    vocabulary = text.vocab_size
     ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels = ids.clone()
     labels[:, :3] = -100

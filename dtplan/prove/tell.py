@@ -14,8 +14,11 @@ from dtplan.prove.result import Finding, LegResult, Proof, Smallest
 _MARKS = {"proved": "ok", "refuted": "WRONG", "not run": "NOT RUN"}
 
 
-def as_text(proof: Proof) -> str:
-    """What was run, each leg in a line, each cause with its rule and advice, and the verdict."""
+def as_text(proof: Proof, again: str = "") -> str:
+    """What was run, each leg in a line, each cause with its rule and advice, and the verdict.
+
+    ``again``: how to run it again, where that is not the command line.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in proof.versions.items())
     rows, length = proof.batch
     lines = [
@@ -39,7 +42,7 @@ def as_text(proof: Proof) -> str:
         lines += _leg(leg)
     lines += ["", _verdict(proof)]
     if proof.verdict == "refuted":
-        lines.append(f"again: {proof.replay}  # plan {proof.digest[:12]}")
+        lines.append(f"again: {again or proof.replay}  # plan {proof.digest[:12]}")
     if proof.smallest is not None:
         lines += _smallest(proof.smallest, proof.digest)
     return "\n".join(lines)
