@@ -2,77 +2,74 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtplan
 from dtplan.prove.pool import GlooPool
+from dtplan.te import engine
+from tests import te_standin
 from tests.models import batch, build, llama, neox
 
 
-def _compiled_on_rank(rank: int, name: str, sequence_parallel: bool) -> tuple[int, float, dict[str, float]]:
-    import torch
+def _by_unit(model: Any) -> None:
+    for unit in dtplan.applied(model).bound.fsdp_units:
+        model.get_submodule(unit).compile(backend="aot_eager", fullgraph=True)
+
+
+def _compiled_beside_eager(
+    config: Any, compile_: Any, dtype: Any, **options: Any
+) -> tuple[int, float, dict[str, float]]:
+    """The graphs that were made, and how far loss and gradients are from those of the same model eager."""
     import torch._dynamo.utils
 
-    config = {"llama": llama, "neox": neox}[name](num_hidden_layers=4)
     data = batch(config)
     losses, grads = [], []
     for compiled in (False, True):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = dtplan.parallelize(build(config, dtype=torch.float32), mesh, sequence_parallel=sequence_parallel)
+        model = dtplan.parallelize(build(config, dtype=dtype), mesh, **options)
         if compiled:
-            for unit in dtplan.applied(model).bound.fsdp_units:
-                model.get_submodule(unit).compile(backend="aot_eager", fullgraph=True)
+            compile_(model)
         loss = model(**data).loss
         loss.backward()
         losses.append(loss.item())
         grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
     gaps = {n: float((grads[0][n] - g).abs().max() / g.abs().max()) for n, g in grads[1].items()}
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return graphs, abs(losses[0] - losses[1]), gaps
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], abs(losses[0] - losses[1]), gaps
+
+
+def _unit_by_unit(rank: int, name: str, sequence_parallel: bool) -> tuple[int, float, dict[str, float]]:
+    config = {"llama": llama, "neox": neox}[name](num_hidden_layers=4)
+    return _compiled_beside_eager(config, _by_unit, torch.float32, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_one_graph_serves_every_layer_and_computes_the_same(pool: GlooPool, name: str, sequence_parallel: bool) -> None:
     """Under sequence parallelism the first layer has a graph of its own: it is given the embedding's DTensor."""
-    for graphs, loss_gap, gaps in pool.run(_compiled_on_rank, name, sequence_parallel, ranks=2, timeout_s=200):
+    for graphs, loss_gap, gaps in pool.run(_unit_by_unit, name, sequence_parallel, ranks=2, timeout_s=200):
         assert graphs == 1 + sequence_parallel
         assert loss_gap < 1e-6
         assert max(gaps.values()) < 1e-5
 
 
-def _compile_model_on_rank(rank: int, fused: bool) -> tuple[int, float, dict[str, float]]:
-    """`compile_model` with the loss over cut logits, beside the same model eager."""
-    import torch
-    import torch._dynamo.utils
-
-    from dtplan.te import engine
-    from tests import te_standin
-
+def _as_a_whole(rank: int, fused: bool) -> tuple[int, float, dict[str, float]]:
     engine.find = lambda: te_standin.ENGINE if fused else "none here"  # type: ignore[assignment]
     config = llama(num_hidden_layers=4, attn_implementation="sdpa")
-    data = batch(config)
-    losses, grads = [], []
-    for compiled in (False, True):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = dtplan.parallelize(build(config), mesh, sequence_parallel=True, loss_parallel=True)
-        assert any(module.style == "te" for module in dtplan.applied(model).bound.modules) == fused
-        if compiled:
-            dtplan.compile_model(model, backend="aot_eager")
-        loss = model(**data).loss
-        loss.backward()
-        losses.append(loss.item())
-        grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
-    gaps = {n: float((grads[0][n] - g).abs().max() / g.abs().max()) for n, g in grads[1].items()}
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return graphs, abs(losses[0] - losses[1]), gaps
+    compile_ = functools.partial(dtplan.compile_model, backend="aot_eager")
+    te = "require" if fused else "off"
+    options = {"sequence_parallel": True, "loss_parallel": True, "te": te}
+    return _compiled_beside_eager(config, compile_, torch.float64, **options)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_compile_model_computes_the_same_with_few_graphs(pool: GlooPool, fused: bool) -> None:
-    """Three for the loss; two for the layers, or one for what lies between fused layers."""
-    for graphs, loss_gap, gaps in pool.run(_compile_model_on_rank, fused, ranks=2, timeout_s=200):
+    """Three for the loss; two for the layers, or one or two for what lies between fused layers."""
+    for graphs, loss_gap, gaps in pool.run(_as_a_whole, fused, ranks=2, timeout_s=200):
         assert graphs <= 3 + 2
         assert loss_gap < 1e-6
         assert max(gaps.values()) < 1e-5
