@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=450, help="begin no round after this time")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
+    parser.add_argument("--sequences", default="", help="afterwards, a round of every mode at each of these lengths")
     parser.add_argument("--profile", action="store_true", help="also print each mode's longest kernels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -130,12 +131,14 @@ def main() -> None:
             for worker in alive:
                 if (found := worker.ask(args.steps)) is not None:
                     worker.rounds.append(found)
+        lengths = [int(text) for text in args.sequences.split(",") if text]
+        longer = {length: {w.mode: w.ask(("sequence", length), 120) for w in workers if w.pipe} for length in lengths}
         for worker in workers if args.profile else ():
             print(f"--- {worker.mode}\n{worker.ask('profile')}", flush=True)
         for worker in workers:
             worker.ask("end", 5) if worker.pipe is not None else None
             worker.process.terminate()
-    report([w for w in workers if w.rounds], {w.mode: w.why for w in workers if not w.rounds}, rates, args)
+    report([w for w in workers if w.rounds], {w.mode: w.why for w in workers if not w.rounds}, rates, args, longer)
 
 
 def flops(tokens: int, args: argparse.Namespace) -> float:
@@ -173,8 +176,14 @@ def ratio(other: dict[str, Any], own: dict[str, Any]) -> tuple[float, float, flo
     return statistics.median(pairs), min(pairs), max(pairs)
 
 
-def report(workers: list[Worker], failed: dict[str, str], rates: list[float], args: argparse.Namespace) -> None:
-    """The table, with ratios to dtplan's best mode."""
+def report(
+    workers: list[Worker],
+    failed: dict[str, str],
+    rates: list[float],
+    args: argparse.Namespace,
+    longer: dict[int, dict[str, Any]],
+) -> None:
+    """The table, with ratios to dtplan's best mode, and what longer sequences gave."""
     rate = statistics.median(rates) if rates else float("nan")
     rows = [figures(worker, args, rate) for worker in workers]
     print(f"{args.model}, {args.layers} layers, sequence {args.sequence}, batch {args.batch}, {args.ranks} ranks")
@@ -190,10 +199,19 @@ def report(workers: list[Worker], failed: dict[str, str], rates: list[float], ar
         )
     for mode, why in failed.items():
         print(f"{mode:<44} not run: {why}")
+    for length, by_mode in longer.items():
+        for mode, found in by_mode.items():
+            if found is None:
+                print(f"{length:>7}  {mode:<44} out of memory")
+                continue
+            seconds = statistics.median(found["seconds"])
+            print(f"{length:>7}  {mode:<44} {found['tokens'] / seconds:9.0f} tok/s  {found['peak_gib']:6.1f} GiB")
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key not in ("json", "modes", "logs")}
         found = {"matrix_tflops": rate / 1e12, "versions": versions, "environment": _environment()}
-        args.json.write_text(json.dumps({**found, **settings, "rows": rows, "failed": failed}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({**found, **settings, "rows": rows, "failed": failed, "longer": longer}, indent=2) + "\n"
+        )
 
 
 def _installed(name: str) -> bool:

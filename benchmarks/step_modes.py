@@ -231,10 +231,26 @@ class Mode:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True) if "adamw" in tags else None
         data_ranks = dist.get_world_size() if words[0] == "fsdp2" else 1
         self.rows = max(1, args.batch // data_ranks)
-        self.tokens = self.rows * data_ranks * args.sequence
-        generator = torch.Generator().manual_seed(dist.get_rank() if data_ranks > 1 else 0)
-        vocabulary = SHAPES[args.model]["vocabulary"]
-        self.ids = torch.randint(0, vocabulary, (self.rows, args.sequence), generator=generator).cuda()
+        self.data_ranks, self.vocabulary = data_ranks, SHAPES[args.model]["vocabulary"]
+        self.read(args.sequence)
+
+    def read(self, sequence: int) -> None:
+        """The batch, of sequences of this length."""
+        generator = torch.Generator().manual_seed(dist.get_rank() if self.data_ranks > 1 else 0)
+        self.tokens = self.rows * self.data_ranks * sequence
+        self.ids = torch.randint(0, self.vocabulary, (self.rows, sequence), generator=generator).cuda()
+
+    def longer(self, sequence: int) -> dict[str, Any] | None:
+        """A round at another length, or None where the memory does not suffice (it does so on all ranks alike)."""
+        self.read(sequence)
+        try:
+            return self.round(2)
+        except torch.OutOfMemoryError:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            gc.collect()
+            torch.cuda.empty_cache()
+            return None
 
     def step(self) -> torch.Tensor:
         """Forward and backward; gradients are dropped. Waits for nothing."""
@@ -324,6 +340,9 @@ def main() -> None:
                 torch.cuda.empty_cache()
             case "rate":
                 answer = matrix_rate()
+            case ("sequence", int(sequence)):
+                assert built is not None
+                answer = built.longer(sequence)
             case "profile":
                 assert built is not None
                 answer = built.profile()
