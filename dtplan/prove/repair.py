@@ -58,8 +58,8 @@ class Repairs:
         if not causes:
             return (UNEXPLAINED,)
         told = [cause.finding for cause in causes]
-        if job.leg.ranks > job.leg.tp:
-            return tuple(told)  # told from gradients alone; the legs without FSDP2 say more
+        if job.leg.ranks > job.leg.tp or job.leg.world != "simulated ranks":
+            return tuple(told)  # the legs without FSDP2 say more; and no run elsewhere stands for one on processes
         bench = _Bench(job, bound, self._truth)
         first = causes[0]
         key = first.finding.kind, first.finding.rule or edits.pattern_of(first.finding.name)
