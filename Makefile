@@ -30,9 +30,9 @@ format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# One file or one test: make test ARGS="tests/test_package.py -k wheel"
+# Two processes share the tests. One file or one test: make test ARGS="tests/test_package.py -k wheel"
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 demo: setup
 	$(BIN)/python examples/demo.py

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import dtplan
 from dtplan.prove.oracle import BOUND, Outcome, errors, outcome, relative_error, whole
 from dtplan.prove.pool import GlooPool, Kept
+from dtplan.te import engine
+from tests import te_standin
 from tests.models import batch, build, llama, neox
 
 P = 0.5
@@ -59,8 +62,10 @@ def masks() -> Iterator[list[Tensor]]:
         nn.functional.dropout = inner
 
 
-def masks_on_rank(rank: int, config: Any, options: dict[str, Any]) -> list[Tensor]:
-    model = sharded(config, **options)
+def masks_on_rank(rank: int, config: Any, options: dict[str, Any], fused: bool = False) -> list[Tensor]:
+    with mock.patch.object(engine, "find", lambda: te_standin.ENGINE if fused else "not here"):
+        model = sharded(config, **options)
+    assert any(module.style == "te" for module in dtplan.applied(model).bound.modules) == fused
     torch.manual_seed(7)
     with masks() as seen:
         model(**batch(config, length=16))
@@ -70,11 +75,14 @@ def masks_on_rank(rank: int, config: Any, options: dict[str, Any]) -> list[Tenso
 # ------------------------------------------------------------------------------------------------------- cut values
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
 @pytest.mark.parametrize("config", [llama(attention_dropout=P), neox(attention_dropout=P)], ids=["llama", "neox"])
-def test_b98_heads_of_all_ranks_have_masks_of_their_own(ranks: Kept, config: Any, sequence_parallel: bool) -> None:
+def test_b98_heads_of_all_ranks_have_masks_of_their_own(
+    ranks: Kept, config: Any, sequence_parallel: bool, fused: bool
+) -> None:
     """Two layers with 2 of 4 heads on each of two ranks: no two of the 16 masks [row, head] x layer are equal."""
-    found = ranks.run(masks_on_rank, config, {"sequence_parallel": sequence_parallel})
+    found = ranks.run(masks_on_rank, config, {"sequence_parallel": sequence_parallel}, fused)
     assert [len(on_rank) for on_rank in found] == [2, 2]
     heads = [mask.flatten(0, 1) for on_rank in found for mask in on_rank]
     lower = torch.ones(16, 16).tril().bool()  # what is masked causally is zero in any case

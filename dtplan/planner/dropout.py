@@ -104,7 +104,8 @@ def _after(module: BoundModule) -> bool | None:
     """Whether the module's output is cut; None: the rule does not say."""
     if module.outputs:  # a global shape is for code outside the blocks, which begins and ends on the shared stream
         return _is_cut(module.outputs[0].dst) and not module.outputs[0].global_shape
-    return True if module.style == "colwise" and any(t.placement.dim is not None for t in module.tensors) else None
+    gives_columns = module.style == "colwise" or module.kind == "te.LayerNormLinear"
+    return True if gives_columns and any(t.placement.dim is not None for t in module.tensors) else None
 
 
 def _is_cut(layout: Layout) -> bool:
