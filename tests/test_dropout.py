@@ -63,7 +63,7 @@ def masks() -> Iterator[list[Tensor]]:
 
 
 def masks_on_rank(rank: int, config: Any, options: dict[str, Any], fused: bool = False) -> list[Tensor]:
-    with mock.patch.object(engine, "find", lambda: te_standin.ENGINE if fused else "not here"):
+    with mock.patch.object(engine, "find", return_value=te_standin.ENGINE if fused else "not here"):
         model = sharded(config, **options)
     assert any(module.style == "te" for module in dtplan.applied(model).bound.modules) == fused
     torch.manual_seed(7)

@@ -113,6 +113,7 @@ def main() -> None:
         verdict = "ok" if error <= bound else "FAILED"
         failed += error > bound
         tell(f"{name:<18} {axes} {options}: {error:.1e} ({where}) {verdict}")
+    tell(f"te job: {'FAILED' if failed else 'passed'}")
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(1 if failed else 0)
