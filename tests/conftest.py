@@ -13,7 +13,9 @@ import torch
 
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
+from dtplan.te import engine as engines
 from dtplan.testing.profiles import load_profile
+from tests import te_standin
 
 torch.set_num_threads(1)
 load_profile(os.environ.get("DTPLAN_PROFILE") or "ci")  # --dtplan-profile comes later, and counts more
@@ -35,6 +37,14 @@ def pool() -> Iterator[GlooPool]:
     """Four gloo ranks; the first call of a run waits for the server that later ones fork from."""
     with GlooPool(4, preload=PRELOAD) as pool:
         yield pool
+
+
+@pytest.fixture
+def standin(monkeypatch: pytest.MonkeyPatch) -> engines.Engine:
+    """TransformerEngine's interface on the CPU, in float64, in place of TransformerEngine."""
+    monkeypatch.setattr(engines, "find", lambda: te_standin.ENGINE)
+    te_standin.ENTERED.clear()
+    return te_standin.ENGINE
 
 
 @pytest.fixture(scope="session")

@@ -55,13 +55,6 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def standin(monkeypatch) -> engines.Engine:
-    monkeypatch.setattr(engines, "find", lambda: te_standin.ENGINE)
-    te_standin.ENTERED.clear()
-    return te_standin.ENGINE
-
-
 def build(name: str) -> nn.Module:
     with drawing(seed=0):
         model: nn.Module = MODELS[name]().double()
@@ -345,30 +338,6 @@ def test_a_mesh_of_another_device_is_told(monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------- FP8
-
-
-def test_fp8_reduces_its_maxima_over_all_ranks(standin):
-    """Case B94: the group is tensor and data parallel together."""
-    wide = {"num_key_value_heads": 4, "head_dim": 16}
-    config = transformers.LlamaConfig(**{**LLAMA, **wide})
-    with drawing(seed=0):
-        models = [transformers.LlamaForCausalLM(config).double() for _ in range(4)]
-        for model in models[1:]:
-            model.load_state_dict(models[0].state_dict())
-    ids = batch("llama", images=False)["input_ids"]
-
-    def on_rank(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-        sharded = dtplan.parallelize(models[rank], mesh, fp8="delayed", sequence_parallel=True)
-        sharded(input_ids=ids)
-
-    simulated_ranks(4, on_rank)
-    assert len(te_standin.ENTERED) == 4
-    for recipe, group in te_standin.ENTERED:
-        assert type(recipe).__name__ == "DelayedScaling"
-        assert recipe.reduce_amax
-        assert group is not None
-        assert group.size() == 4
 
 
 def test_recomputation_with_fp8_is_transformer_engine_s_own(standin, monkeypatch):

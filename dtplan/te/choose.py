@@ -163,6 +163,8 @@ class _Chooser:
     # --- what the modules are
 
     def _normalization(self, name: str) -> Norm:
+        if any(tensor.placement != R for tensor in self.modules[name].tensors):
+            raise _Unfit(f"{_leaf(name)} is cut over ranks: TransformerEngine norms what one rank holds")
         norm = norm_of(self.model.get_submodule(name))
         if norm is None:
             kind = type(self.model.get_submodule(name)).__name__

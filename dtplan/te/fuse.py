@@ -49,7 +49,8 @@ class Fusing:
             more = overlap.options_of(self.choice.fused)
         install(model, self.choice.fused, tp, self.engine, self.dtype, more)
         if self.recipe is not None:
-            quantise(model, self.recipe, self.engine, dist.group.WORLD)
+            parts = tp.group.size if self.bound.sequence_parallel else 1
+            quantise(model, self.recipe, self.engine, dist.group.WORLD, parts=parts)
 
     def seal(self, model: nn.Module) -> None:
         """After everything is wrapped around the fused layers."""

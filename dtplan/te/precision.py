@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,8 @@ from dtplan.te.engine import Engine
 
 Recipe = Literal["current", "delayed", "block"]
 RECIPES: tuple[str, ...] = get_args(Recipe)
+_ROWS = 8
+"""TransformerEngine quantises tensors whose leading dims multiply to a multiple of this."""
 _BLACKWELL = ("MXFP8BlockScaling", "NVFP4BlockScaling")
 
 
@@ -44,19 +47,30 @@ def recipe_of(fp8: Any, engine: Engine) -> Any:
     return makers[fp8]()
 
 
-def quantise(model: nn.Module, recipe: Any, engine: Engine, group: dist.ProcessGroup | None) -> None:
+def quantise(model: nn.Module, recipe: Any, engine: Engine, group: dist.ProcessGroup | None, *, parts: int) -> None:
     """Run the model's forward with FP8 on; maxima are reduced over ``group``, all ranks that share a layer's tensors.
 
-    Fused layers quantise what they multiply; everything else stays as it is.
+    Fused layers quantise what they multiply; everything else stays as it is. ``parts``: ranks over which the tokens of
+    a batch are cut (sequence parallelism). A batch whose tokens a rank cannot quantise raises ApplyError.
     """
     inner = model.forward
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        _refuse_odd_batches((*args, *kwargs.values()), parts)
         with engine.layers.autocast(enabled=True, recipe=recipe, amax_reduction_group=group):
             return inner(*args, **kwargs)
 
     model.forward = forward
+
+
+def _refuse_odd_batches(values: Iterable[Any], parts: int) -> None:
+    ids = next((v for v in values if isinstance(v, torch.Tensor) and v.dim() == 2 and not v.is_floating_point()), None)
+    if ids is not None and ids.numel() % (_ROWS * parts):
+        raise ApplyError(
+            f"fp8: a batch of {list(ids.shape)} tokens leaves {ids.numel() / parts:g} to each of {parts} ranks, and "
+            f"FP8 kernels need multiples of {_ROWS} rows: pad the batch to a multiple of {_ROWS * parts} tokens"
+        )
 
 
 def recomputing(engine: Engine, forward: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `test_main_job.py` runs under torchrun on two GPUs: the main job, against the same model unsharded.
+"""What `test_jobs.py` runs under torchrun on two GPUs: the main job, against the same model unsharded.
 
 Needs no pytest, so that it runs on a machine that has only torch and transformers:
     torchrun --nproc-per-node 2 tests/gpu/main_job.py
