@@ -33,8 +33,12 @@ T = TypeVar("T")
 # Untyped, or absent from torch's stubs.
 _install: Any = multi_threaded_pg._install_threaded_pg
 _uninstall: Any = multi_threaded_pg._uninstall_threaded_pg
+_World: Any = multi_threaded_pg.ThreadLocalWorld
 _Collectives: Any = multi_threaded_pg.ProcessLocalGroup
 _isolate_threads: Any = _distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+
+if not hasattr(_World, "comms"):  # torch 2.11 asks for it when a group ends, and has forgotten it here
+    _World.comms = property(lambda world: world._get_world().comms)
 
 _UNWIND_S = 5.0
 """Seconds that released ranks get to unwind before they are given up."""
