@@ -38,7 +38,7 @@ _Collectives: Any = multi_threaded_pg.ProcessLocalGroup
 _isolate_threads: Any = _distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 
 if not hasattr(_World, "comms"):  # torch 2.11 asks for it when a group ends, and has forgotten it here
-    _World.comms = property(lambda world: world._get_world().comms)
+    _World.comms = property(lambda world: vars(world._get_world()).setdefault("comms", []))
 
 _UNWIND_S = 5.0
 """Seconds that released ranks get to unwind before they are given up."""
