@@ -21,6 +21,7 @@ Exits with 1 when dtplan reads over 1.05 times, or holds over 1.25 times, the by
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -274,8 +275,9 @@ def on_ranks(world: int, device: str, fn: Callable[..., Figures], *args: Any) ->
         while not all(pipe.poll(0.005) for pipe in pipes):
             for process, peak in zip(processes, peaks, strict=True):
                 if process.is_alive():
-                    now = status_of(process.pid)
-                    peak |= {key: max(value, now.get(key, 0)) for key, value in peak.items()}
+                    with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it may end meanwhile
+                        now = status_of(process.pid)
+                        peak |= {key: max(value, now.get(key, 0)) for key, value in peak.items()}
         found = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join()
