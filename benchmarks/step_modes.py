@@ -1,7 +1,7 @@
 """What `benchmarks/step.py` times: one mode in processes of its own, which wait for their turn.
 
-A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism, `sdpa` leaves
-attention to torch, `overlap` does collectives beside matrix products by TransformerEngine's userbuffers. Tags:
+A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism, `attention`
+uses TransformerEngine's, `overlap` does collectives beside matrix products by TransformerEngine's userbuffers. Tags:
 `compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of
 flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer step in the step).
 """
@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import dtplan
+from dtplan.plan.spec import TeLayer
 from dtplan.planner.bind import find_plan
 
 GIB = 1 << 30
@@ -88,8 +89,11 @@ def with_dtplan(words: list[str], args: SimpleNamespace) -> nn.Module:
         options["overlap_tokens"] = args.batch * args.sequence
     model = live(args)
     plan = find_plan(model)
-    if "sdpa" in words:
-        plan = dataclasses.replace(plan, te=tuple(layer for layer in plan.te if layer.attention is None))
+    if "attention" in words:
+        own = TeLayer(
+            under=("model", "layers", "*"), layer="DotProductAttention", attention="self_attn", at=plan.te[0].at
+        )
+        plan = dataclasses.replace(plan, te=(*plan.te, own))
     return dtplan.parallelize(model, tp_mesh(), plan, loss_parallel=True, **options)
 
 

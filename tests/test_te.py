@@ -19,6 +19,7 @@ import dtplan
 from dtplan.cli import cli
 from dtplan.plan.library import locate
 from dtplan.plan.read import parse_plan
+from dtplan.plan.spec import Plan
 from dtplan.planner.apply import applied
 from dtplan.prove.oracle import BOUND, errors, outcome, relative_error, wholes
 from dtplan.prove.simulated import simulated_ranks
@@ -175,6 +176,27 @@ def plan_text(name: str) -> str:
     return locate(name)[0].read_text(encoding="utf-8")
 
 
+def with_attention() -> Plan:
+    """Llama's plan, with TransformerEngine's attention too."""
+    text = plan_text("llama")
+    linear = "    - {layer: Linear, linear: self_attn.o_proj}\n"
+    assert linear in text
+    return parse_plan(text.replace(linear, linear + "    - {layer: DotProductAttention, attention: self_attn}\n"))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
+def test_fused_attention_is_exact(standin, sequence_parallel):
+    """Grouped heads, two of four on each rank; the model's own config stays as it is."""
+
+    def check(model: Any) -> None:
+        attention = model.model.layers[0].self_attn
+        assert attention.config._attn_implementation == "dtplan_te"
+        assert model.config._attn_implementation == "sdpa"
+
+    options = {"plan": with_attention(), "te": "require", "sequence_parallel": sequence_parallel}
+    assert max(found_on_ranks("llama", {"tp": 2}, check, **options).values()) <= BOUND
+
+
 # ------------------------------------------------------------------------------------------- what is read, and by whom
 
 
@@ -241,7 +263,7 @@ def test_fp8_needs_multiples_of_16_on_every_rank():
 
 def test_attention_that_is_not_sdpa_is_kept():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, "attn_implementation": "eager"}))
-    assert "its config chooses eager attention" in reasons(model)["DotProductAttention"]
+    assert "its config chooses eager attention" in reasons(model, with_attention())["DotProductAttention"]
 
 
 def test_dropout_inside_the_mlp_is_kept(standin):
@@ -423,6 +445,6 @@ def test_show_lists_what_is_fused_and_why_not_the_rest(tmp_path):
 
 def test_show_of_fused_layers_as_json(tmp_path):
     found = json.loads(shown(tmp_path, "llama", "--fp8", "--json"))["fused"]
-    assert {entry["layer"] for entry in found["fused"]} == {"DotProductAttention", "LayerNormMLP", "Linear", "RMSNorm"}
+    assert {entry["layer"] for entry in found["fused"]} == {"LayerNormMLP", "Linear", "RMSNorm"}
     assert [entry["layer"] for entry in found["kept"]] == ["LayerNormLinear"]
     assert "multiples of 16" in found["kept"][0]["reason"]
