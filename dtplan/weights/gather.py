@@ -1,4 +1,4 @@
-"""Whole tensors from blocks, in pieces of rows: each piece goes to the one rank that writes it.
+"""Whole tensors from blocks, in pieces of rows: a rank writes what it holds whole, the rest is sent to its writer.
 
 A step moves at most one piece to each writer, by one ``all_to_all_single`` of bytes that all ranks enter. So
 the ranks stay in step on gloo and NCCL alike, all writers work at once, and a rank holds a piece, not a
@@ -8,8 +8,9 @@ tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,20 @@ from torch import Tensor
 
 from dtplan._errors import WeightsError
 from dtplan.weights.agree import rank_and_world
-from dtplan.weights.checkpoint import raw_bytes
 from dtplan.weights.writer import FileTensor
 
-__all__ = ["Box", "Exchange", "Held", "Piece", "Step", "Whole", "pieces", "plan_step", "whole_tensors"]
+__all__ = [
+    "Box",
+    "Exchange",
+    "Held",
+    "Piece",
+    "Step",
+    "Whole",
+    "pieces",
+    "pieces_and_owners",
+    "plan_step",
+    "whole_tensors",
+]
 
 PIECE_BYTES = 64 * 2**20
 
@@ -95,13 +106,38 @@ def whole_tensors(tensors: Sequence[FileTensor], boxes: Sequence[Sequence[Sequen
     return wholes
 
 
-def pieces(index: int, tensor: FileTensor) -> list[Piece]:
-    """``tensor`` in bands of whole rows of at most ``PIECE_BYTES``, or one row; none when it is empty."""
+def pieces(index: int, tensor: FileTensor, cuts: Iterable[int] = ()) -> list[Piece]:
+    """``tensor`` in bands of whole rows of at most ``PIECE_BYTES``, or one row; none when it is empty.
+
+    No band goes over a row of ``cuts``.
+    """
     if not tensor.nbytes:
         return []
     rows = tensor.shape[0] if tensor.shape else 1
     band = max(1, PIECE_BYTES * rows // tensor.nbytes)
-    return [Piece(index=index, start=start, stop=min(start + band, rows)) for start in range(0, rows, band)]
+    edges = sorted({0, rows, *cuts})
+    return [
+        Piece(index=index, start=start, stop=min(start + band, last))
+        for first, last in pairwise(edges)
+        for start in range(first, last, band)
+    ]
+
+
+def pieces_and_owners(index: int, whole: Whole, writers: Sequence[int]) -> Iterator[tuple[Piece, int | None]]:
+    """The pieces of one tensor, each with the one of ``writers`` that holds all of it; None: it must be put together.
+
+    Of several, one is taken for all pieces of a block, and another for the next tensor.
+    """
+    edges = {edge for box in whole.holders for edge in box[0]}
+    columns = tuple((0, size) for size in whole.tensor.shape[1:])
+    for piece in pieces(index, whole.tensor, edges):
+        rows = [box for box in whole.holders if box[1:] == columns and _covers(box[0], piece)]
+        able = [rank for box in rows for rank in whole.holders[box] if rank in writers]
+        yield piece, able[index % len(able)] if able else None
+
+
+def _covers(rows: tuple[int, int], piece: Piece) -> bool:
+    return rows[0] <= piece.start and piece.stop <= rows[1]
 
 
 def plan_step(wholes: Sequence[Whole], incoming: Mapping[int, Piece], rank: int) -> Step:
@@ -172,13 +208,18 @@ class Exchange:
             sizes[segment.peer] += segment.nbytes
         return sizes
 
+    def own(self, piece: Piece) -> Tensor:
+        """A piece that this rank holds as a whole, on the CPU as the file has it."""
+        held = self._held[piece.index]
+        frame = _frame(piece, held.tensor)
+        block = next(block for block in held.blocks if block[1:] == frame[1:] and _covers(block[0], piece))
+        return held.blocks[block][_inside(frame, block)].to("cpu", held.tensor.dtype).contiguous()
+
     def assemble(self, step: Step) -> memoryview:
         """The bytes of the piece that this rank received in ``step``; valid until the next step."""
         assert step.piece is not None
         tensor = self._held[step.piece.index].tensor
-        frame: Box = ((step.piece.start, step.piece.stop), *((0, size) for size in tensor.shape[1:]))
-        if len(step.receives) == 1 and (own := self._as_it_is(step.receives[0])) is not None:
-            return own
+        frame = _frame(step.piece, tensor)
         nbytes = _volume(frame) * tensor.dtype.itemsize
         out = self._piece[:nbytes].view(tensor.dtype).view(_shape(frame))
         at = 0
@@ -191,13 +232,9 @@ class Exchange:
             out[_inside(segment.box, frame)].copy_(block)
         return memoryview(self._bytes)[:nbytes]
 
-    def _as_it_is(self, segment: Segment) -> memoryview | None:
-        """The bytes of a whole piece in this rank's own storage, if they are there as the file has them."""
-        if segment.peer != self._rank:
-            return None
-        block = self._block(segment)
-        as_it_is = block.is_cpu and block.is_contiguous() and block.dtype == self._held[segment.index].tensor.dtype
-        return raw_bytes(block) if as_it_is else None
+
+def _frame(piece: Piece, tensor: FileTensor) -> Box:
+    return ((piece.start, piece.stop), *((0, size) for size in tensor.shape[1:]))
 
 
 def _shape(box: Box) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 
 from dtplan.weights.checkpoint import DTYPE_NAMES, PREFIX_BYTES
 
-__all__ = ["FileTensor", "ShardWriter", "file_order", "write_json"]
+__all__ = ["FileTensor", "ShardWriter", "file_order", "offsets", "write_json"]
 
 ALIGNMENT_BYTES = 8
 NO_METADATA: Mapping[str, str] = MappingProxyType({})
@@ -49,20 +49,21 @@ class ShardWriter:
     def __init__(self, file: Path) -> None:
         self._stream = file.open("xb", buffering=0)
 
+    @classmethod
+    def again(cls, file: Path) -> ShardWriter:
+        """The same file, begun by another rank: for `write_at`."""
+        writer = cls.__new__(cls)
+        writer._stream = file.open("r+b", buffering=0)  # noqa: SLF001 - its own class
+        return writer
+
     def write_header(self, tensors: Sequence[FileTensor], metadata: Mapping[str, str] = NO_METADATA) -> None:
-        """Announces the ``tensors``, whose bytes must follow in this order, and further ``metadata``."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-        end = 0
-        for tensor in tensors:
-            start, end = end, end + tensor.nbytes
-            header[tensor.name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % ALIGNMENT_BYTES)
-        self.write(memoryview(len(text).to_bytes(PREFIX_BYTES, "little") + text))
+        """Announces the ``tensors``, whose bytes follow in this order (``offsets``), and further ``metadata``."""
+        self.write(memoryview(_header(tensors, metadata)))
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Writes ``data`` from ``offset`` of the file on."""
+        self._stream.seek(offset)
+        self.write(data)
 
     def write(self, data: memoryview) -> None:
         """Appends ``data``."""
@@ -76,6 +77,32 @@ class ShardWriter:
     def close(self) -> None:
         """Closes the file, finished or not."""
         self._stream.close()
+
+
+def offsets(tensors: Sequence[FileTensor]) -> list[int]:
+    """Where the bytes of each tensor begin in a file of these ``tensors``."""
+    at = len(_header(tensors, NO_METADATA))
+    starts = []
+    for tensor in tensors:
+        starts.append(at)
+        at += tensor.nbytes
+    return starts
+
+
+def _header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
+    """The length of the header, and the header."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text
 
 
 def write_json(file: Path, value: object) -> None:
