@@ -55,8 +55,8 @@ def save_checkpoint(
 
     Collective over the default group. Tied tensors are written once, padding never, fused parameters (``stored``)
     as the tensors that they were put together from. Files of at most
-    ``max_shard_bytes`` bytes of tensors (or one larger tensor) are planned from global shapes and spread over
-    the ranks that see the folder; tensors travel in pieces, so a rank holds a few pieces and never a file.
+    ``max_shard_bytes`` bytes of tensors (or one larger tensor) are planned from global shapes. A rank that sees
+    the folder writes the rows that it holds; the rest travels in pieces, so a rank holds a few and never a file.
     Values are written as they are; floating-point ones in ``dtype``, when it is given. The folder appears at
     once: until then an older one stays whole in its place, and files of it that are not weights are carried
     over. When a rank has not called within ``meet_seconds`` of the others, all that did raise.
