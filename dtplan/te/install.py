@@ -137,8 +137,7 @@ class _Installer:
             module.forward = self.tokens.row(module.run)
         else:
             module.forward = on_a_copy(module)
-        if self.layer.name != self.layer.region or self.layer.layer == "LayerNormMLP":
-            _set(self.model, self.layer.name, module)
+        _set(self.model, self.layer.name, module)
 
     def _enter(self, module: Any, mailbox: Mailbox) -> None:
         """Run the fused layer where its region is entered."""
