@@ -305,10 +305,17 @@ def test_a_save_to_a_folder_that_is_being_saved_to_is_refused(tmp_path: Path) ->
 
 
 def save_until_it_went(rank: int, folder: Path, times: int) -> int:
-    """A job of its own; returns how many saves were refused."""
+    """A job of its own, whose saves take long enough to meet another's; returns how many were refused."""
+    write = ShardWriter.write
+
+    def slowly(self: ShardWriter, data: memoryview) -> None:
+        time.sleep(0.05)
+        write(self, data)
+
+    mock.patch.object(ShardWriter, "write", slowly).start()
+    model, refused = model_with(rank), 0
     dist.barrier()
     dist.destroy_process_group()
-    model, refused = model_with(rank), 0
     for _ in range(times):
         while True:
             try:
