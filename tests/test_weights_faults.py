@@ -309,7 +309,7 @@ def save_until_it_went(rank: int, folder: Path, times: int) -> int:
     write = ShardWriter.write
 
     def slowly(self: ShardWriter, data: memoryview) -> None:
-        time.sleep(0.05)
+        time.sleep(0.01)
         write(self, data)
 
     mock.patch.object(ShardWriter, "write", slowly).start()
