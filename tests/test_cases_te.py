@@ -56,12 +56,12 @@ def test_b44_a_batch_that_fp8_cannot_cut_is_told_with_the_multiple_that_is_neede
         sharded = dtplan.parallelize(models[rank], mesh(tp=2), fp8="current", sequence_parallel=True)
         sharded(input_ids=torch.zeros(1, 16, dtype=torch.long))
         with pytest.raises(dtplan.ApplyError) as caught:
-            sharded(input_ids=torch.zeros(1, 36, dtype=torch.long))
+            sharded(input_ids=torch.zeros(1, 24, dtype=torch.long))
         return str(caught.value)
 
     first, second = simulated_ranks(2, on_rank)
     assert first == second
-    assert "[1, 36] tokens leaves 18 to each of 2 ranks" in first
+    assert "[1, 24] tokens leaves 12 to each of 2 ranks" in first
     assert "multiple of 16 tokens" in first
 
 
