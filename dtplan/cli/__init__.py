@@ -1,0 +1,44 @@
+"""The command line. A command parses, calls and renders; exit code 0 ok, 1 findings, 2 usage or internal."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import click
+
+from dtplan import __version__
+from dtplan._errors import DtplanError
+from dtplan.cli import checkpoints, plans, prove, show
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dtplan")
+def cli() -> None:
+    """Sharding plans for Hugging Face models: list, check, show and prove them; checkpoints in and out."""
+
+
+for command in (
+    plans.list_plans,
+    plans.lint,
+    show.show,
+    prove.prove,
+    checkpoints.roundtrip,
+    checkpoints.convert,
+    plans.schema,
+    plans.explain,
+):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Entry point: errors of dtplan are told on standard error, without a traceback."""
+    try:
+        cli()
+    except DtplanError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except Exception:  # noqa: BLE001 - a bug of ours: told as one, with exit code 2
+        traceback.print_exc()
+        click.echo("this is a bug in dtplan: please report it with the lines above", err=True)
+        sys.exit(2)

@@ -1,0 +1,49 @@
+"""Options that several commands share, and the reading of their values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import click
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def parse_degrees(text: str) -> list[int]:
+    """``2,4,8`` as numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{text!r} is no list of degrees such as 2,4,8", param_hint="--tp")
+    return [int(part) for part in parts]
+
+
+def parse_batch(text: str | None) -> tuple[int, int] | None:
+    """``1x4`` as numbers."""
+    if text is None:
+        return None
+    rows, _, tokens = text.partition("x")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in (rows, tokens)):
+        raise click.BadParameter(f"{text!r} is no batch such as 1x4", param_hint="--batch")
+    return int(rows), int(tokens)
+
+
+def parse_sizes(sets: tuple[str, ...]) -> dict[str, Any]:
+    """``num_hidden_layers=1`` and such as fields."""
+    sizes = {}
+    for text in sets:
+        field, equals, value = text.partition("=")
+        try:
+            sizes[field] = json.loads(value)
+        except json.JSONDecodeError:
+            equals = ""
+        if not (field and equals):
+            raise click.BadParameter(f"{text!r} is no field such as num_hidden_layers=1", param_hint="--set")
+    return sizes
+
+
+def echo_lines(lines: Iterable[str]) -> None:
+    """Each on a line of its own."""
+    for line in lines:
+        click.echo(line)
