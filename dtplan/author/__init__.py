@@ -1,0 +1,1 @@
+"""Authoring: plans drafted from a model, and plans imported from other systems."""

@@ -1,0 +1,229 @@
+"""From what a source says of single modules to a plan: units, what is left alone, patterns, and text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dtplan.author.importers.counted import Counts
+from dtplan.author.importers.text import written
+from dtplan.author.importers.told import Told
+from dtplan.plan.read import parse_plan
+from dtplan.plan.spec import Plan
+from dtplan.planner.placing import module_kind, named_tensors
+
+Rule = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A plan of another system in the words of the plan language.
+
+    ``rules``: path -> rule. ``undecided``: path -> what has no words, a ``todo`` that lint refuses. ``dead``: rules of
+    the source that name nothing in this model. ``alone``: how many modules with parameters no rule of it names.
+    """
+
+    source: str
+    serves: str
+    units: Mapping[str, Any]
+    rules: Mapping[str, Rule]
+    ties: tuple[tuple[str, ...], ...] = ()
+    fsdp_units: tuple[str, ...] = ()
+    undecided: Mapping[str, str]
+    dead: tuple[str, ...]
+    alone: int
+
+    def text(self) -> str:
+        """The plan as YAML, with what the import could not keep in comments."""
+        return written(self)
+
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            PlanError: something is undecided.
+        """
+        return parse_plan(self.text(), f"{self.serves} imported")
+
+
+def assemble(model: nn.Module, told: Mapping[str, Told], *, source: str, dead: Iterable[str] = ()) -> Imported:
+    """The plan for ``model`` (live or meta) that says what ``told`` says of exact module and parameter names.
+
+    A module with parameters or buffers of which nothing is told stays whole.
+    """
+    counts = Counts(getattr(model, "config", None))
+    rules: dict[str, Rule] = {}
+    undecided: dict[str, str] = {}
+    modules = dict(model.named_modules())
+    alone = 0
+    for name, module in modules.items():
+        own = list(_rules_of(name, module, told, counts, undecided))
+        held = any(p is not None for p in module._parameters.values())
+        alone += held and not any(told.get(path) for path, _ in own)
+        rules |= dict(own)
+    _answer_for_gradients(rules, modules)
+    together = dict(_together(rules))
+    units = {unit for rule in together.values() for unit in _units_in(rule)}
+    return Imported(
+        source=source,
+        serves=type(model).__name__,
+        units={unit: said for unit, said in counts.used.items() if unit in units},
+        rules=together,
+        ties=_ties(model),
+        fsdp_units=_fsdp_units(model),
+        undecided={generic(path): why for path, why in undecided.items()},
+        dead=tuple(dead),
+        alone=alone,
+    )
+
+
+def generic(name: str) -> str:
+    """A name with ``*`` for every segment that is a number."""
+    return ".".join("*" if segment.isdecimal() else segment for segment in name.split("."))
+
+
+def _rules_of(
+    name: str, module: nn.Module, told: Mapping[str, Told], counts: Counts, undecided: dict[str, str]
+) -> Iterator[tuple[str, Rule]]:
+    """The rules of one module and of its own tensors."""
+    said = told.get(name)
+    tensors = dict(named_tensors(module))
+    paths = {each: f"{name}.{each}" if name else each for each in tensors}
+    of_tensors = {paths[each]: _of_tensor(paths[each], tensors[each], told, counts) for each in tensors if paths[each] in told}
+    for path in [name, *of_tensors]:
+        if path in told and told[path].why_not:
+            undecided[path] = told[path].why_not
+    if said is not None and (rule := dict(said.rule)):
+        yield from _of_module(name, module, said, rule, counts, undecided)
+    elif tensors and not all(path in of_tensors for path in paths.values()):
+        yield name, {"style": "replicate"}
+    yield from ((path, rule) for path, rule in of_tensors.items() if rule != {"style": "replicate"} or said is None)
+
+
+def _of_module(
+    name: str, module: nn.Module, said: Told, rule: Rule, counts: Counts, undecided: dict[str, str]
+) -> Iterator[tuple[str, Rule]]:
+    style = rule.get("style")
+    if style not in ("colwise", "rowwise", "vocab"):
+        yield name, rule
+    elif module_kind(module) in ("Linear", "Conv1D", "Embedding"):
+        yield name, _in_order(rule | _unit(name, _size(module, style), said.parts, counts, rule))
+    elif isinstance(module, nn.Embedding) and style == "vocab":
+        yield name, _in_order(rule | {"like": "Embedding"} | _unit(name, _size(module, style), 1, counts, rule))
+    elif isinstance(module, nn.Linear):
+        yield from _subclass(name, module, rule, counts)
+    else:
+        undecided[name] = f"`{style}` on a {type(module).__name__}"
+        yield name, {"style": "todo"}
+
+
+def _subclass(name: str, module: nn.Linear, rule: Rule, counts: Counts) -> Iterator[tuple[str, Rule]]:
+    """A Linear with a class of its own: its parameters one by one, and what happens at its edges."""
+    dim = 0 if rule["style"] == "colwise" else 1
+    edges = {key: value for key, value in rule.items() if key in ("input", "output")}
+    if rule["style"] == "colwise":
+        edges["output"] = {"from": "S(-1)", "to": "R" if "output" in rule else "S(-1)"}
+    yield name, edges
+    yield f"{name}.weight", {"shard": dim} | _unit(name, module.weight.shape[dim], 1, counts, rule)
+    if module.bias is not None:
+        yield f"{name}.bias", {"shard": 0} if dim == 0 else {"once": True}
+
+
+def _size(module: nn.Module, style: str) -> int:
+    """Features of the dim that the style cuts."""
+    weight: Any = module.weight
+    rows = {"Conv1D": 1, "Embedding": 1}.get(module_kind(module), 0) if style == "colwise" else 1
+    if style == "vocab":
+        rows = 0
+    elif style == "rowwise" and module_kind(module) == "Conv1D":
+        rows = 0
+    return int(weight.shape[rows])
+
+
+def _of_tensor(path: str, tensor: Any, told: Mapping[str, Told], counts: Counts) -> Rule:
+    said = told[path]
+    rule = dict(said.rule)
+    if "shard" not in rule:
+        return rule
+    return rule | _unit(path, tensor.shape[rule["shard"]], said.parts, counts, rule)
+
+
+def _unit(path: str, size: int, parts: int, counts: Counts, rule: Rule) -> Rule:
+    """`unit` or `sections` of a cut dim; neither where a value is made whole at once or no number fits."""
+    unit = counts.unit(path, size, parts=parts)
+    if parts > 1:
+        return {"sections": [unit] * parts} if unit is not None else {"style": "todo"}
+    gathered = rule.get("output") == "gather" and unit != "vocab"
+    return {} if unit is None or gathered else {"unit": unit}
+
+
+_ORDER = ("style", "like", "shard", "unit", "sections", "grad", "once", "input", "output")
+
+
+def _in_order(rule: Rule) -> Rule:
+    return {key: rule[key] for key in _ORDER if key in rule}
+
+
+def _units_in(rule: Rule) -> list[str]:
+    return [unit for unit in [rule.get("unit"), *rule.get("sections", ())] if unit is not None]
+
+
+def _answer_for_gradients(rules: dict[str, Rule], modules: Mapping[str, nn.Module]) -> None:
+    """Whole parameters among cut ones: the source does not sum their gradients, so the rule says that it does not."""
+    for name, rule in rules.items():
+        if name not in modules or "grad" in rule or rule.get("style") not in (None, "replicate"):
+            continue
+        held = [n for n, p in modules[name]._parameters.items() if p is not None]
+        whole = [n for n in held if "shard" not in rules.get(f"{name}.{n}", {}) and not rules.get(f"{name}.{n}", {}).get("once")]
+        if whole and (_in_region(name, rules) or _beside_cuts(name, rules)):
+            rules[name] = _in_order(rule | {"grad": "complete"})
+
+
+def _in_region(name: str, rules: Mapping[str, Rule]) -> bool:
+    while name:
+        name = name.rpartition(".")[0]
+        inputs = rules.get(name, {}).get("input")
+        if isinstance(inputs, dict) and "sum" in inputs.values():
+            return True
+    return False
+
+
+def _beside_cuts(name: str, rules: Mapping[str, Rule]) -> bool:
+    parent = name.rpartition(".")[0]
+    beside = {rule.get("style") for path, rule in rules.items() if path.rpartition(".")[0] == parent and path != name}
+    return bool(parent) and {"colwise", "rowwise"} <= beside
+
+
+def _together(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
+    """One rule for names that differ in numbers only; where the rules differ, one for each set of numbers."""
+    groups: dict[str, dict[str, Rule]] = {}
+    for name, rule in rules.items():
+        groups.setdefault(generic(name), {})[name] = rule
+    for pattern, each in groups.items():
+        found = list(each.values())
+        if any(rule != found[0] for rule in found):
+            bare = [{key: value for key, value in rule.items() if key != "unit"} for rule in found]
+            found = bare if all(rule == bare[0] for rule in bare) else found
+        if all(rule == found[0] for rule in found):
+            yield pattern, found[0]
+        else:
+            yield from zip(each, found, strict=True)
+
+
+def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Parameters that the model ties, or would with other settings."""
+    said = getattr(model, "_tied_weights_keys", None)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    pairs = said.items() if isinstance(said, dict) else ()
+    return tuple((source, target) for target, source in pairs if {source, target} <= names)
+
+
+def _fsdp_units(model: nn.Module) -> tuple[str, ...]:
+    """The modules that the model declares as not to be split, where they are items of a list."""
+    whole = getattr(model, "_no_split_modules", None) or ()
+    found = [name for name, module in model.named_modules() if type(module).__name__ in whole]
+    return tuple(dict.fromkeys(generic(name) for name in found if re.search(r"\.\d+$", name)))
