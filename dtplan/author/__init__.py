@@ -1,1 +1,0 @@
-"""Authoring: plans drafted from a model, and plans imported from other systems."""
