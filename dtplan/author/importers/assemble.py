@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from dtplan.author.draft import PlanDraft, RuleDraft
 from dtplan.author.importers.counted import Counts
-from dtplan.author.importers.text import written
 from dtplan.author.importers.told import Told
+from dtplan.author.writer import plan_text
 from dtplan.plan.read import parse_plan
 from dtplan.plan.spec import Plan
 from dtplan.planner.placing import module_kind, named_tensors
@@ -23,23 +24,17 @@ Rule = dict[str, Any]
 class Imported:
     """A plan of another system in the words of the plan language.
 
-    ``rules``: path -> rule. ``undecided``: path -> what has no words, a ``todo`` that lint refuses. ``dead``: rules of
-    the source that name nothing in this model. ``alone``: how many modules with parameters no rule of it names.
+    ``dead``: rules of the source that name nothing in this model. ``alone``: modules with parameters that it does not
+    name, which stay whole.
     """
 
-    source: str
-    serves: str
-    units: Mapping[str, Any]
-    rules: Mapping[str, Rule]
-    ties: tuple[tuple[str, ...], ...] = ()
-    fsdp_units: tuple[str, ...] = ()
-    undecided: Mapping[str, str]
+    draft: PlanDraft
     dead: tuple[str, ...]
-    alone: int
+    alone: tuple[str, ...]
 
     def text(self) -> str:
         """The plan as YAML, with what the import could not keep in comments."""
-        return written(self)
+        return plan_text(self.draft)
 
     def plan(self) -> Plan:
         """The plan.
@@ -47,38 +42,43 @@ class Imported:
         Raises:
             PlanError: something is undecided.
         """
-        return parse_plan(self.text(), f"{self.serves} imported")
+        return parse_plan(self.text(), self.draft.name)
 
 
-def assemble(model: nn.Module, told: Mapping[str, Told], *, source: str, dead: Iterable[str] = ()) -> Imported:
+def assemble(model: nn.Module, told: Mapping[str, Told], *, source: str, dead: Sequence[str] = ()) -> Imported:
     """The plan for ``model`` (live or meta) that says what ``told`` says of exact module and parameter names.
 
-    A module with parameters or buffers of which nothing is told stays whole.
+    A module with parameters or buffers of which nothing is told stays whole. ``source`` is named on top.
     """
     counts = Counts(getattr(model, "config", None))
     rules: dict[str, Rule] = {}
-    undecided: dict[str, str] = {}
+    why: dict[str, str] = {}
+    alone = []
     modules = dict(model.named_modules())
-    alone = 0
     for name, module in modules.items():
-        own = list(_rules_of(name, module, told, counts, undecided))
-        held = any(p is not None for p in module._parameters.values())
-        alone += held and not any(told.get(path) for path, _ in own)
-        rules |= dict(own)
+        own = dict(_rules_of(name, module, told, counts, why))
+        if not any(path in told for path in own) and any(p is not None for p in module._parameters.values()):
+            alone.append(name)
+        rules |= own
     _answer_for_gradients(rules, modules)
-    together = dict(_together(rules))
-    units = {unit for rule in together.values() for unit in _units_in(rule)}
-    return Imported(
-        source=source,
-        serves=type(model).__name__,
+    together = tuple(_together(rules, why))
+    units = {unit for rule in together for unit in _units_in(rule.keys)}
+    serves = type(model).__name__
+    comments = [
+        f"Imported from {source} for {serves}: what it does not name stays whole.",
+        "It knows no sequence parallelism, and with this plan that switch changes nothing.",
+        *(f"Its rule `{path}` names nothing in this model." for path in dead),
+    ]
+    draft = PlanDraft(
+        name=re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", serves.removesuffix("ForCausalLM")).lower(),
+        serves=(serves,),
         units={unit: said for unit, said in counts.used.items() if unit in units},
         rules=together,
         ties=_ties(model),
-        fsdp_units=_fsdp_units(model),
-        undecided={generic(path): why for path, why in undecided.items()},
-        dead=tuple(dead),
-        alone=alone,
+        fsdp=_fsdp_units(model),
+        comments=tuple(comments),
     )
+    return Imported(draft=draft, dead=tuple(dead), alone=tuple(alone))
 
 
 def generic(name: str) -> str:
@@ -87,7 +87,7 @@ def generic(name: str) -> str:
 
 
 def _rules_of(
-    name: str, module: nn.Module, told: Mapping[str, Told], counts: Counts, undecided: dict[str, str]
+    name: str, module: nn.Module, told: Mapping[str, Told], counts: Counts, why: dict[str, str]
 ) -> Iterator[tuple[str, Rule]]:
     """The rules of one module and of its own tensors."""
     said = told.get(name)
@@ -96,16 +96,16 @@ def _rules_of(
     of_tensors = {paths[each]: _of_tensor(paths[each], tensors[each], told, counts) for each in tensors if paths[each] in told}
     for path in [name, *of_tensors]:
         if path in told and told[path].why_not:
-            undecided[path] = told[path].why_not
+            why[path] = told[path].why_not
     if said is not None and (rule := dict(said.rule)):
-        yield from _of_module(name, module, said, rule, counts, undecided)
+        yield from _of_module(name, module, said, rule, counts, why)
     elif tensors and not all(path in of_tensors for path in paths.values()):
         yield name, {"style": "replicate"}
     yield from ((path, rule) for path, rule in of_tensors.items() if rule != {"style": "replicate"} or said is None)
 
 
 def _of_module(
-    name: str, module: nn.Module, said: Told, rule: Rule, counts: Counts, undecided: dict[str, str]
+    name: str, module: nn.Module, said: Told, rule: Rule, counts: Counts, why: dict[str, str]
 ) -> Iterator[tuple[str, Rule]]:
     style = rule.get("style")
     if style not in ("colwise", "rowwise", "vocab"):
@@ -117,7 +117,7 @@ def _of_module(
     elif isinstance(module, nn.Linear):
         yield from _subclass(name, module, rule, counts)
     else:
-        undecided[name] = f"`{style}` on a {type(module).__name__}"
+        why[name] = f"`{style}` on a {type(module).__name__}"
         yield name, {"style": "todo"}
 
 
@@ -168,7 +168,7 @@ def _in_order(rule: Rule) -> Rule:
     return {key: rule[key] for key in _ORDER if key in rule}
 
 
-def _units_in(rule: Rule) -> list[str]:
+def _units_in(rule: Mapping[str, Any]) -> list[str]:
     return [unit for unit in [rule.get("unit"), *rule.get("sections", ())] if unit is not None]
 
 
@@ -198,20 +198,24 @@ def _beside_cuts(name: str, rules: Mapping[str, Rule]) -> bool:
     return bool(parent) and {"colwise", "rowwise"} <= beside
 
 
-def _together(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
-    """One rule for names that differ in numbers only; where the rules differ, one for each set of numbers."""
+def _together(rules: Mapping[str, Rule], why: Mapping[str, str]) -> Iterator[RuleDraft]:
+    """One rule for names that differ in numbers only; where the rules differ, one for each name."""
     groups: dict[str, dict[str, Rule]] = {}
     for name, rule in rules.items():
         groups.setdefault(generic(name), {})[name] = rule
     for pattern, each in groups.items():
         found = list(each.values())
-        if any(rule != found[0] for rule in found):
-            bare = [{key: value for key, value in rule.items() if key != "unit"} for rule in found]
-            found = bare if all(rule == bare[0] for rule in bare) else found
-        if all(rule == found[0] for rule in found):
-            yield pattern, found[0]
-        else:
-            yield from zip(each, found, strict=True)
+        bare = [{key: value for key, value in rule.items() if key != "unit"} for rule in found]
+        if not _alike(found) and _alike(bare):
+            found = bare
+        named = {pattern: found[0]} if _alike(found) else dict(zip(each, found, strict=True))
+        for path, rule in named.items():
+            reason = next((f"no words for this: {why[name]}" for name in each if name in why), "")
+            yield RuleDraft(path=path, keys=rule, notes=(reason,) if reason and rule.get("style") == "todo" else ())
+
+
+def _alike(rules: Sequence[Rule]) -> bool:
+    return all(rule == rules[0] for rule in rules)
 
 
 def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
