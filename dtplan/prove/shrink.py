@@ -47,7 +47,7 @@ class Choice:
 
 
 LEAST_VOCABULARY = 64
-COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts")
 WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner")
 _NO_SIZES = ("dtype", "use_cache", "transformers_version")
 _WINDOW = 4

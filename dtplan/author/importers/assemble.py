@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ def assemble(model: nn.Module, told: Mapping[str, Told], *, source: str, dead: S
         own = dict(_rules_of(name, module, told, counts, why))
         if not any(path in told for path in own) and any(p is not None for p in module._parameters.values()):
             alone.append(name)
+        if read := _read_below(name, module, told):
+            own[name] = {**own.get(name, {"style": "replicate"}), "reads": read}
         rules |= own
     _answer_for_gradients(rules, modules)
     together = tuple(_together(rules, why))
@@ -161,7 +164,7 @@ def _unit(path: str, size: int, parts: int, counts: Counts, rule: Rule) -> Rule:
     return {} if unit is None or gathered else {"unit": unit}
 
 
-_ORDER = ("style", "like", "shard", "unit", "sections", "grad", "once", "input", "output")
+_ORDER = ("style", "like", "shard", "unit", "sections", "grad", "once", "reads", "input", "output")
 
 
 def _in_order(rule: Rule) -> Rule:
@@ -170,6 +173,20 @@ def _in_order(rule: Rule) -> Rule:
 
 def _units_in(rule: Mapping[str, Any]) -> list[str]:
     return [unit for unit in [rule.get("unit"), *rule.get("sections", ())] if unit is not None]
+
+
+_READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:data|dtype|device|shape|ndim|size))")
+
+
+def _read_below(name: str, module: nn.Module, told: Mapping[str, Told]) -> list[str]:
+    """Modules below whose parameters the module's own code reads, as those of a convolution that a kernel is given."""
+    try:
+        source = inspect.getsource(type(module))
+    except (OSError, TypeError):  # a class without a file
+        return []
+    below = dict(module.named_children())
+    found = dict.fromkeys(each for each in _READ.findall(source) if each in below and f"{name}.{each}" not in told)
+    return [each for each in found if any(p is not None for p in below[each]._parameters.values())]
 
 
 def _answer_for_gradients(rules: dict[str, Rule], modules: Mapping[str, nn.Module]) -> None:
