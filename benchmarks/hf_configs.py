@@ -239,3 +239,53 @@ def small_config(model_type: str, options: dict[str, Any]) -> Any:
     config = CONFIG_MAPPING[model_type](**given(model_type))
     small = rebuilt(config, {}) if model_type in SMALL else shrink(config, [2, 4])[0]
     return rebuilt(small, options) if options else small
+
+
+OPTIONS = (
+    "use_parallel_residual",
+    "use_qk_norm",
+    "qk_layernorm",
+    "attention_k_eq_v",
+    "enable_moe_block",
+    "is_moe",
+    "use_double_wide_mlp",
+    "shared_expert_sink",
+    "gating",
+    "use_attention_gate",
+    "use_sandwich_norm",
+    "use_post_norm",
+    "mamba_rms_norm",
+    "mamba_norm_before_gate",
+    "norm_topk_prob",
+    "rope_interleave",
+    "moe_apply_router_weight_on_input",
+    "attn_temperature_tuning",
+    "use_bidirectional_attention",
+)
+"""Switches of a config that change what its modules are or how they are joined; each is turned over by itself."""
+BIASES = (
+    "attention_bias",
+    "mlp_bias",
+    "use_bias",
+    "qkv_bias",
+    "attention_out_bias",
+    "conv_bias",
+    "mamba_proj_bias",
+    "projectors_bias",
+    "lm_head_bias",
+)
+"""Switches that add biases; all of them are turned over together."""
+
+
+def options_of(config: Any) -> dict[str, dict[str, Any]]:
+    """Name -> changed fields of every case beside the config as it is."""
+    said = {key: value for key, value in config.to_dict().items() if isinstance(value, bool)}
+    cases = {}
+    if biases := {key: not said[key] for key in BIASES if key in said}:
+        cases["biases" if any(biases.values()) else "no biases"] = biases
+    if "tie_word_embeddings" in said:
+        cases["untied" if said["tie_word_embeddings"] else "tied"] = {
+            "tie_word_embeddings": not said["tie_word_embeddings"]
+        }
+    cases |= {f"{key}={not said[key]}".lower(): {key: not said[key]} for key in OPTIONS if key in said}
+    return cases

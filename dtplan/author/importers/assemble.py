@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,14 +180,19 @@ _READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:data|dtype|device|s
 
 
 def _read_below(name: str, module: nn.Module, told: Mapping[str, Told]) -> list[str]:
-    """Modules below whose parameters the module's own code reads, as those of a convolution that a kernel is given."""
+    """Whole modules below whose parameters the module's own code reads, as a convolution's that a kernel is given."""
+    below = {each: child for each, child in module.named_children() if f"{name}.{each}" not in told}
+    read = [each for each in _names_read(type(module)) if each in below] if below else []
+    return [each for each in read if any(p is not None for p in below[each]._parameters.values())]
+
+
+@functools.cache
+def _names_read(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names whose weight or bias the source of a class reads."""
     try:
-        source = inspect.getsource(type(module))
+        return tuple(dict.fromkeys(_READ.findall(inspect.getsource(cls))))
     except (OSError, TypeError):  # a class without a file
-        return []
-    below = dict(module.named_children())
-    found = dict.fromkeys(each for each in _READ.findall(source) if each in below and f"{name}.{each}" not in told)
-    return [each for each in found if any(p is not None for p in below[each]._parameters.values())]
+        return ()
 
 
 def _answer_for_gradients(rules: dict[str, Rule], modules: Mapping[str, nn.Module]) -> None:
