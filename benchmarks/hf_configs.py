@@ -36,7 +36,29 @@ _INDEXER = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 _MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+_DELTA = {
+    **_SMALL,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "linear_head_dim": 8,
+    "linear_num_heads": 8,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+
 SMALL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {**_DELTA, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+    "falcon_h1": {**_SMALL, **_MAMBA, "mamba_d_ssm": 128},
+    "kimi_linear": _DELTA,
     "bamba": {**_SMALL, **_MAMBA, "attn_layer_indices": [1]},
     "deepseek_v2": {**_LATENT, "first_k_dense_replace": 1},
     "deepseek_v32": {**_LATENT, **_INDEXER, "mlp_layer_types": ["dense", "sparse"]},

@@ -23,7 +23,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
-from hf_configs import architectures, given, options_of, small_config
+from hf_configs import architectures, options_of, small_config
 from torch import nn
 
-from dtplan._errors import DtplanError
+from dtplan._errors import BindError
 from dtplan.author.importers import from_hf
 from dtplan.planner.bind import bind
 from dtplan.prove.oracle import BOUND, outcome
@@ -62,13 +62,14 @@ def proved(model_type: str, name: str, options: dict[str, Any], degrees: list[in
         reasons = sorted({note for rule in imported.draft.undecided for note in rule.notes})
         return {"verdict": "not run", "reason": "; ".join(reasons), "left_alone": len(imported.alone)}
     plan = imported.plan()
-    told = {"left_alone": len(imported.alone), **shares(model, plan)}
+    allowed = {d for d in degrees if d == min(degrees) or divides(model, plan, d)}
+    told = {"left_alone": len(imported.alone), "degrees": sorted(allowed), **shares(model, plan)}
     proof = prove_model(
         lambda: live_model(cls, config, 0),
         plan,
         given="imported",
         model=model_type,
-        legs=legs_of(degrees, "off", "off"),
+        legs=legs_of([d for d in degrees if d in allowed], "off", "off"),
     )
     failed = next((leg for leg in proof.legs if leg.verdict != "proved"), None)
     told |= {"verdict": proof.verdict, "idle": len(proof.idle), "largest_error": largest(proof.legs)}
@@ -82,6 +83,15 @@ def proved(model_type: str, name: str, options: dict[str, Any], degrees: list[in
     return told
 
 
+def divides(model: nn.Module, plan: Any, degree: int) -> bool:
+    """Whether every unit can be cut over so many ranks: 2 kv heads cannot over 4."""
+    try:
+        bind(model, plan, tp=degree)
+    except BindError as error:
+        return not any(finding.code == "DTP405" for finding in error.diagnostics)
+    return True
+
+
 def largest(legs: Any) -> float | None:
     """The largest error of all legs."""
     return max((leg.largest_error for leg in legs if leg.largest_error is not None), default=None)
@@ -91,13 +101,14 @@ def shares(model: nn.Module, plan: Any) -> Record:
     """Parameters of the dense layers (all but embeddings, head and stacked experts) and how many of them are cut."""
     bound = bind(model, plan, tp=2)
     ends = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}  # type: ignore[operator, union-attr]
-    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     dense = cut = experts = experts_cut = 0
     for module in bound.modules:
         for tensor in (t for t in module.tensors if not t.buffer):
-            count = sum(modules[each]._parameters[tensor.name].numel() for each in module.names)  # type: ignore[union-attr]
+            held = [parameters[f"{each}.{tensor.name}" if each else tensor.name] for each in module.names]
+            count = sum(parameter.numel() for parameter in held)
             sharded = count * (tensor.placement.word == "S")
-            if id(modules[module.names[0]]._parameters[tensor.name]) in ends:
+            if id(held[0]) in ends:
                 continue
             if len(tensor.shape) == 3 and "expert" in module.pattern:
                 experts, experts_cut = experts + count, experts_cut + sharded
@@ -186,7 +197,11 @@ def in_processes(jobs: list[tuple[Callable[..., Record], tuple[Any, ...]]], seco
         left = until - time.monotonic()
         for end in wait([e for i, e in enumerate(ends) if i not in found], max(left, 0.0)) or [None]:
             if end is None:
-                found |= {i: {"error": f"no result in {seconds:.0f} s", "lost": True} for i in range(len(ends)) if i not in found}
+                found |= {
+                    i: {"error": f"no result in {seconds:.0f} s", "lost": True}
+                    for i in range(len(ends))
+                    if i not in found
+                }
                 break
             number = ends.index(end)  # type: ignore[arg-type]
             try:
@@ -254,6 +269,7 @@ def sweep(wanted: list[tuple[str, str]], jobs: int, vary: bool) -> Iterator[tupl
 
 
 def main() -> int:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="model types, with commas")
     parser.add_argument("--jobs", type=int, default=2)
@@ -269,7 +285,11 @@ def main() -> int:
         for case, each in told["cases"].items():
             hf = each.get("transformers", {}).get("verdict", "")
             print(f"{model_type} {case}: {each['verdict']} {each.get('reason', '')[:100]} {hf}", flush=True)
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+        versions = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        }
         ordered = {key: kept[key] for key, _ in every if key in kept}
         file.write_text(json.dumps({"versions": versions, "architectures": ordered}, indent=1) + "\n")
     return 0

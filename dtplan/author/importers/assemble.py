@@ -47,10 +47,13 @@ class Imported:
         return parse_plan(self.text(), self.draft.name)
 
 
-def assemble(model: nn.Module, told: Mapping[str, Told], *, source: str, dead: Sequence[str] = ()) -> Imported:
+def assemble(
+    model: nn.Module, told: Mapping[str, Told], *, source: str, dead: Sequence[str] = (), sequence: bool = False
+) -> Imported:
     """The plan for ``model`` (live or meta) that says what ``told`` says of exact module and parameter names.
 
     A module with parameters or buffers of which nothing is told stays whole. ``source`` is named on top.
+    ``sequence``: it cuts the residual stream along the sequence.
     """
     counts = Counts(getattr(model, "config", None))
     rules: dict[str, Rule] = {}
@@ -59,7 +62,7 @@ def assemble(model: nn.Module, told: Mapping[str, Told], *, source: str, dead: S
     modules = dict(model.named_modules())
     for name, module in modules.items():
         own = dict(_rules_of(name, module, told, counts, why))
-        if not any(path in told for path in own) and any(p is not None for p in module._parameters.values()):
+        if not any(path in told for path in own) and any(True for _ in module.parameters(recurse=False)):
             alone.append(name)
         if read := _read_below(name, module, told):
             own[name] = {**own.get(name, {"style": "replicate"}), "reads": read}
@@ -70,7 +73,9 @@ def assemble(model: nn.Module, told: Mapping[str, Told], *, source: str, dead: S
     serves = type(model).__name__
     comments = [
         f"Imported from {source} for {serves}: what it does not name stays whole.",
-        "It knows no sequence parallelism, and with this plan that switch changes nothing.",
+        "It cuts the sequence: what it means is this plan with `sequence_parallel`."
+        if sequence
+        else "It knows no sequence parallelism, and with this plan that switch changes nothing.",
         *(f"Its rule `{path}` names nothing in this model." for path in dead),
     ]
     draft = PlanDraft(
@@ -97,7 +102,9 @@ def _rules_of(
     said = told.get(name)
     tensors = dict(named_tensors(module))
     paths = {each: f"{name}.{each}" if name else each for each in tensors}
-    of_tensors = {paths[each]: _of_tensor(paths[each], tensors[each], told, counts) for each in tensors if paths[each] in told}
+    of_tensors = {
+        paths[each]: _of_tensor(paths[each], tensors[each], told, counts) for each in tensors if paths[each] in told
+    }
     for path in [name, *of_tensors]:
         if path in told and told[path].why_not:
             why[path] = told[path].why_not
@@ -115,35 +122,36 @@ def _of_module(
     if style not in ("colwise", "rowwise", "vocab"):
         yield name, rule
     elif module_kind(module) in ("Linear", "Conv1D", "Embedding"):
-        yield name, _in_order(rule | _unit(name, _size(module, style), said.parts, counts, rule))
+        yield name, _in_order(rule | _unit(name, _size(module, style), said, counts))
     elif isinstance(module, nn.Embedding) and style == "vocab":
-        yield name, _in_order(rule | {"like": "Embedding"} | _unit(name, _size(module, style), 1, counts, rule))
+        yield name, _in_order(rule | {"like": "Embedding"} | _unit(name, _size(module, style), said, counts))
     elif isinstance(module, nn.Linear):
-        yield from _subclass(name, module, rule, counts)
+        yield from _subclass(name, module, said, counts)
     else:
         why[name] = f"`{style}` on a {type(module).__name__}"
         yield name, {"style": "todo"}
 
 
-def _subclass(name: str, module: nn.Linear, rule: Rule, counts: Counts) -> Iterator[tuple[str, Rule]]:
-    """A Linear with a class of its own: its parameters one by one, and what happens at its edges."""
-    dim = 0 if rule["style"] == "colwise" else 1
-    edges = {key: value for key, value in rule.items() if key in ("input", "output")}
-    if rule["style"] == "colwise":
-        edges["output"] = {"from": "S(-1)", "to": "R" if "output" in rule else "S(-1)"}
+def _subclass(name: str, module: nn.Linear, said: Told, counts: Counts) -> Iterator[tuple[str, Rule]]:
+    """A Linear with a class of its own: all its parameters one by one, and what happens at its edges."""
+    cols = said.rule["style"] == "colwise"
+    edges = {key: value for key, value in said.rule.items() if key in ("input", "output")}
+    if cols:
+        edges["output"] = {"from": "S(-1)", "to": "R" if "output" in edges else "S(-1)"}
     yield name, edges
-    yield f"{name}.weight", {"shard": dim} | _unit(name, module.weight.shape[dim], 1, counts, rule)
-    if module.bias is not None:
-        yield f"{name}.bias", {"shard": 0} if dim == 0 else {"once": True}
+    for each, parameter in module.named_parameters(recurse=False):
+        dim = max(parameter.dim() - 2, 0) if cols else parameter.dim() - 1
+        if not cols and each == "bias":
+            yield f"{name}.{each}", {"once": True}
+        else:
+            yield f"{name}.{each}", {"shard": dim} | _unit(name, parameter.shape[dim], said, counts)
 
 
 def _size(module: nn.Module, style: str) -> int:
     """Features of the dim that the style cuts."""
     weight: Any = module.weight
     rows = {"Conv1D": 1, "Embedding": 1}.get(module_kind(module), 0) if style == "colwise" else 1
-    if style == "vocab":
-        rows = 0
-    elif style == "rowwise" and module_kind(module) == "Conv1D":
+    if style == "vocab" or (style == "rowwise" and module_kind(module) == "Conv1D"):
         rows = 0
     return int(weight.shape[rows])
 
@@ -153,19 +161,22 @@ def _of_tensor(path: str, tensor: Any, told: Mapping[str, Told], counts: Counts)
     rule = dict(said.rule)
     if "shard" not in rule:
         return rule
-    return rule | _unit(path, tensor.shape[rule["shard"]], said.parts, counts, rule)
+    return rule | _unit(path, tensor.shape[rule["shard"]], said, counts)
 
 
-def _unit(path: str, size: int, parts: int, counts: Counts, rule: Rule) -> Rule:
+def _unit(path: str, size: int, said: Told, counts: Counts) -> Rule:
     """`unit` or `sections` of a cut dim; neither where a value is made whole at once or no number fits."""
-    unit = counts.unit(path, size, parts=parts)
-    if parts > 1:
-        return {"sections": [unit] * parts} if unit is not None else {"style": "todo"}
-    gathered = rule.get("output") == "gather" and unit != "vocab"
+    if said.sizes:
+        sections = counts.sections(path, size, said.sizes)
+        return {"sections": sections} if sections else {"style": "todo"}
+    unit = counts.unit(path, size, parts=said.parts)
+    if said.parts > 1:
+        return {"sections": [unit] * said.parts} if unit is not None else {"style": "todo"}
+    gathered = said.rule.get("output") == "gather" and unit != "vocab"
     return {} if unit is None or gathered else {"unit": unit}
 
 
-_ORDER = ("style", "like", "shard", "unit", "sections", "grad", "once", "reads", "input", "output")
+_ORDER = ("style", "like", "shard", "unit", "sections", "grad", "once", "localize", "reads", "input", "output")
 
 
 def _in_order(rule: Rule) -> Rule:
@@ -182,12 +193,12 @@ _READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:data|dtype|device|s
 def _read_below(name: str, module: nn.Module, told: Mapping[str, Told]) -> list[str]:
     """Whole modules below whose parameters the module's own code reads, as a convolution's that a kernel is given."""
     below = {each: child for each, child in module.named_children() if f"{name}.{each}" not in told}
-    read = [each for each in _names_read(type(module)) if each in below] if below else []
-    return [each for each in read if any(p is not None for p in below[each]._parameters.values())]
+    read = [each for each in _names_read(type(module)) if each in below] if below else []  # type: ignore[arg-type]
+    return [each for each in read if any(True for _ in below[each].parameters(recurse=False))]
 
 
 @functools.cache
-def _names_read(cls: type[nn.Module]) -> tuple[str, ...]:
+def _names_read(cls: Any) -> tuple[str, ...]:
     """Names whose weight or bias the source of a class reads."""
     try:
         return tuple(dict.fromkeys(_READ.findall(inspect.getsource(cls))))
@@ -200,8 +211,12 @@ def _answer_for_gradients(rules: dict[str, Rule], modules: Mapping[str, nn.Modul
     for name, rule in rules.items():
         if name not in modules or "grad" in rule or rule.get("style") not in (None, "replicate"):
             continue
-        held = [n for n, p in modules[name]._parameters.items() if p is not None]
-        whole = [n for n in held if "shard" not in rules.get(f"{name}.{n}", {}) and not rules.get(f"{name}.{n}", {}).get("once")]
+        held = [n for n, _ in modules[name].named_parameters(recurse=False)]
+        whole = [
+            n
+            for n in held
+            if "shard" not in rules.get(f"{name}.{n}", {}) and not rules.get(f"{name}.{n}", {}).get("once")
+        ]
         if whole and (_in_region(name, rules) or _beside_cuts(name, rules)):
             rules[name] = _in_order(rule | {"grad": "complete"})
 

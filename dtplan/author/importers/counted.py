@@ -32,17 +32,30 @@ class Counts:
     def unit(self, path: str, size: int, *, parts: int = 1) -> str | None:
         """The unit of a dim of ``size`` features in ``parts`` equal parts; None where no number fits."""
         each = size // parts
-        if parts == 1 and size == self._number("vocab_size"):
+        of_layer = any(segment.isdecimal() for segment in path.split("."))
+        if parts == 1 and size == self._number("vocab_size") and not of_layer:
             return self._use("vocab", {"field": self._prefix + "vocab_size", "indivisible": "uneven"})
         found = self._heads(path, each) if _ATTENTION.search(path) else None
         return found or self._width(path, each)
 
-    def number_of(self, unit: str | None) -> int | None:
-        """How many there are of a unit."""
-        said = self.used.get(unit or "")
-        fields = said["field"] if isinstance(said, dict) else said
-        numbers = [self._number(f.removeprefix(self._prefix)) for f in ([fields] if isinstance(fields, str) else fields or [])]
-        return next((n for n in numbers if n is not None), None)
+    def sections(self, path: str, size: int, sizes: tuple[int, ...]) -> list[str] | None:
+        """Units of parts that are not equal, whose units all have one width; None where no numbers fit.
+
+        The widest part is cut in heads, narrower ones in kv heads, as the parts of a fused q, k and v are.
+        """
+        heads, kv_heads = self._number("num_attention_heads"), self._number("num_key_value_heads")
+        if sum(sizes) != size or heads is None:
+            return None
+        if len(set(sizes)) == 1:
+            unit = self.unit(path, size, parts=len(sizes))
+            return None if unit is None else [unit] * len(sizes)
+        width, rest = divmod(max(sizes), heads)
+        if rest or kv_heads is None or any(part not in (width * heads, width * kv_heads) for part in sizes):
+            return None
+        head = self._use("head", self._prefix + "num_attention_heads")
+        field = self._prefix + "num_key_value_heads"
+        kv_head = self._use("kv_head", [field, self._prefix + "num_attention_heads"])
+        return [head if part == width * heads else kv_head for part in sizes]
 
     def _heads(self, path: str, size: int) -> str | None:
         heads, kv_heads = self._number("num_attention_heads"), self._number("num_key_value_heads")

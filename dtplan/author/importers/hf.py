@@ -1,14 +1,16 @@
 """transformers' tensor-parallel plans: ``base_model_tp_plan``, the class's own rules, and the rule for embeddings.
 
-A rule on a module cuts its parameters and changes its forward; a rule on a parameter cuts that one only, and wins for it.
+A rule on a module cuts its parameters and changes its forward; a rule on a parameter cuts that one, and wins for it.
 What no rule names is whole, and its gradient is not summed.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -85,6 +87,23 @@ def from_hf(model: nn.Module, rules: Mapping[str, str] | None = None) -> Importe
     return assemble(model, told, source="transformers' tensor-parallel plan", dead=dead)
 
 
+def read_rules(file: str) -> dict[str, str]:
+    """Rules from a JSON file of paths to style names.
+
+    Raises:
+        ImportPlanError: it cannot be read, or is something else.
+    """
+    try:
+        given = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ImportPlanError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(given, dict) or not all(isinstance(style, str) for style in given.values()):
+        raise ImportPlanError(
+            f'{file}: expected a mapping from paths to style names: {{"layers.*.mlp.up_proj": "colwise"}}'
+        )
+    return given
+
+
 def generic(name: str) -> str:
     """A name with ``*`` for each whole number in it, as transformers writes its rules."""
     return re.sub(r"\.\d+(\.|$)", lambda found: ".*" + found[1], name)
@@ -95,10 +114,10 @@ def _told(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Told
         style = plan.get(generic(name)) if name else None
         if style is not None:
             yield name, _of_module(module, style)
-        for each, parameter in module._parameters.items():
+        for each, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             path = f"{name}.{each}" if name else each
             own = plan.get(generic(path))
-            if parameter is not None and own is not None:
+            if own is not None:
                 yield path, _of_parameter(each, parameter, own)
 
 
@@ -113,7 +132,7 @@ def _of_module(module: nn.Module, style: str) -> Told:
 
 
 def _experts(module: nn.Module) -> Told:
-    """Every rank computes a part of every expert: hidden states and routing weights are read whole, the output summed."""
+    """Every rank computes a part of every expert, from whole hidden states and routing weights; outputs are summed."""
     arguments = list(inspect.signature(module.forward).parameters)
     summed = [arguments[i] for i in (0, 2) if i < len(arguments)]
     return Told(rule={"input": dict.fromkeys(summed, "sum"), "output": "sum"})

@@ -17,12 +17,14 @@ class ImportPlanError(DtplanError, ValueError):
 class Told:
     """One statement of a source.
 
-    ``rule`` holds keys of a rule. ``parts``: equal parts one after another in the dim that is cut, each cut by itself.
-    ``why_not``: what the plan language has no words for; such a rule becomes a ``todo``.
+    ``rule`` holds keys of a rule. ``parts``: equal parts one after another in the dim that is cut, each cut by itself;
+    ``sizes``: the same for parts that are not equal. ``why_not``: what the plan language has no words for; such a rule
+    becomes a ``todo``.
     """
 
     rule: Mapping[str, Any] = field(default_factory=dict)
     parts: int = 1
+    sizes: tuple[int, ...] = ()
     why_not: str = ""
 
 
