@@ -50,13 +50,13 @@ def branches_of(trace: Trace) -> list[Branch]:
     for join in trace.joins:
         ends = [number[n] for n in sorted(join.branch) if n > 0]
         direct = tuple(p for p in ends if is_stream(p.last) and len(ends) > 1)
-        groups = tuple(_groups([p for p in ends if p not in direct], number))
+        groups = tuple(_groups([p for p in ends if p not in direct], number, trace))
         every = [*direct, *(p for group in groups for p in group.products)]
-        found.append(Branch(join=join, groups=groups, direct=direct, root=root_of(every)))
+        found.append(Branch(join=join, groups=groups, direct=direct, root=root_of(every, trace)))
     return found
 
 
-def _groups(ends: Iterable[Product], number: Mapping[int, Product]) -> Iterable[Group]:
+def _groups(ends: Iterable[Product], number: Mapping[int, Product], trace: Trace) -> Iterable[Group]:
     """The last products and all before them; those that share a parameter, or a pattern of one, are one group."""
     merged: list[tuple[set[int], set[int], set[str]]] = []
     for end in ends:
@@ -71,7 +71,7 @@ def _groups(ends: Iterable[Product], number: Mapping[int, Product]) -> Iterable[
         yield Group(
             exits=tuple(dict.fromkeys(pattern_of(number[n].parameter) for n in sorted(exits))),
             products=products,
-            root=root_of(products),
+            root=root_of(products, trace),
         )
 
 
@@ -86,8 +86,8 @@ def _before(product: Product, number: Mapping[int, Product]) -> set[int]:
     return seen
 
 
-def root_of(products: Collection[Product]) -> str:
-    """The smallest module that was running in all of them, and is no leaf that makes just one product."""
+def root_of(products: Collection[Product], trace: Trace) -> str:
+    """The smallest module that was called once and was running in all of them."""
     stacks = [p.inside for p in products]
     common = [level[0] for level in zip(*stacks, strict=False) if len(set(level)) == 1]
-    return common[-1] if common else ""
+    return next((name for name in reversed(common) if trace.times[name] == 1), "")

@@ -7,6 +7,7 @@ Nothing is read from names. Every tensor carries the matrix products that it com
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ class Trace:
     joins: list[Join] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)
     """The first call of every module, by its name below the block, in the order in which they began."""
+    times: Counter[str] = field(default_factory=Counter)
+    """How often each module was called."""
     last_of: dict[int, Last] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
     """Every tensor, so that no id is used twice."""
@@ -289,6 +292,7 @@ def _calls_noted(block: nn.Module, trace: Trace, stack: list[str]) -> Iterator[N
     def enter(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             began.append((args, kwargs))
+            trace.times[name] += 1
             trace.calls.setdefault(name, Call(name, args, kwargs, None, frozenset(), tuple(stack)))
             stack.append(name)
 
