@@ -61,7 +61,7 @@ class Block:
             owner = path if path in order or path in names else path.rpartition(".")[0]
             return (order.get(owner, len(order)), names.index(owner) if owner in names else 0, path != owner)
 
-        return [self.rules[""], *sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path))]
+        return [self.rules[""], *_gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path)))]
 
     # --- forms
 
@@ -86,7 +86,7 @@ class Block:
         roots = {group.root for group in branch.groups}
         if not branch.direct and len(branch.groups) == 1:
             many = self._called_often(branch.groups[0].last)
-            bare = any(not self._is_styled(p.parameter, "rowwise") for p in branch.groups[0].last)
+            bare = any(p.parameter.rpartition(".")[0] == branch.groups[0].root for p in branch.groups[0].last)
             return "region" if (many or bare) and branch.root else "own"
         if branch.root and branch.root not in roots:
             return "outer"
@@ -154,7 +154,7 @@ class Block:
         if form == "outer":
             names = self._stream_inputs(root)
             moves |= {name: "sum" for name in names if name not in moves}
-            if any(not self._is_styled(p.parameter, "rowwise") for p in cutting.group.last):
+            if any(p.parameter.rpartition(".")[0] == root for p in cutting.group.last):
                 keys["output"] = self._output(root, "sum")
         arguments = self._arguments(root)
         if moves:
@@ -322,6 +322,16 @@ class Block:
         path = pattern_of(name)
         merged = {**(self.rules[path].keys if path in self.rules else {}), **keys}
         self.rules[path] = RuleDraft(path=path, keys=merged, notes=notes, remark=remark)
+
+
+def _gathered(rules: Sequence[RuleDraft]) -> list[RuleDraft]:
+    """Within one module, rules that say the same come one after another."""
+    found: list[RuleDraft] = []
+    for rule in rules:
+        owner = rule.path.rpartition(".")[0]
+        alike = [i for i, r in enumerate(found) if r.path.rpartition(".")[0] == owner and r.keys == rule.keys]
+        found.insert(alike[-1] + 1 if alike and owner and not rule.undecided else len(found), rule)
+    return found
 
 
 def _leaf_of(parameter: str) -> str:

@@ -36,13 +36,10 @@ class Cutting:
 def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) -> Cutting:
     """Look at a group's data flow."""
     found = dependences(block, trace, group)
-    columns = columns_of(found)
     owners = {product.parameter.rpartition(".")[0] for product in group.products}
-    parameters = {
-        name: lies(one, columns, known)
-        for name, one in found.parameters.items()
-        if group.root or name.rpartition(".")[0] in owners
-    }
+    own = {n: one for n, one in found.parameters.items() if group.root or n.rpartition(".")[0] in owners}
+    columns = columns_of(own, found.columns)
+    parameters = {name: lies(one, columns, known) for name, one in own.items()}
     inputs = {
         name: input_lies(one, columns, known)
         for name, one in found.inputs.items()
@@ -64,7 +61,7 @@ def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) ->
     )
     if cutting.why_not:
         return cutting
-    bench = Bench(block, trace, group, _like_experts(parameters), inputs, found.norms)
+    bench = Bench(block, trace, group, _like_experts(parameters), inputs, found.norms, frozenset(known))
     return dataclasses.replace(cutting, numbers=bench.numbers())
 
 
@@ -98,5 +95,6 @@ def _why_not(parameters: Mapping[str, Lies], components: int, *, in_order: bool)
     if not in_order:
         return f"its columns hang together in {components} sets that do not lie one after another"
     if tangled:
-        return f"the rows of {', '.join(tangled)} do not lie in one order of units, nor in sections of them"
+        others = f" and {len(tangled) - 2} more" if len(tangled) > 2 else ""
+        return f"the rows of {', '.join(tangled[:2])}{others} do not lie in one order of units, nor in sections of them"
     return ""

@@ -6,16 +6,19 @@ heads, activations), two indices hang together if and only if one of them moves 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dtplan.author.groups import Group
-from dtplan.author.trace import Call, Trace, first_tensor, tensors_in, trace_block
+from dtplan.author.trace import Call, Product, Trace, first_tensor, tensors_in, trace_block
 from dtplan.prove.edits import pattern_of
 from dtplan.prove.oracle import float64_casts
 
@@ -29,8 +32,6 @@ class Dependence:
 
     name: str
     dims: tuple[Tensor, ...]
-    reaches_output: bool
-    """Whether the root's output depends on it at all."""
 
     @property
     def moves_columns(self) -> bool:
@@ -56,23 +57,20 @@ def dependences(block: nn.Module, trace: Trace, group: Group) -> Dependences:
     root = block.get_submodule(group.root)
     args, kwargs, inputs = fresh_inputs(root, call)
     norms = norms_between(block, trace, group)
-    with float64_casts(), see_through(block, norms), torch.enable_grad():
+    with float64_casts(), _leaking(), see_through(block, norms), torch.enable_grad():
         again = trace_block(root, args, kwargs)
     prefix = f"{group.root}." if group.root else ""
     reads = [p for p in again.products if pattern_of(prefix + p.parameter) in group.exits]
     own = {prefix + name: p for name, p in root.named_parameters() if p.is_floating_point()}
     columns = reads[0].read.shape[reads[0].along]
     found = _derivatives(reads, columns, {**own, **{f"<{k}>": t for k, t in inputs.items()}})
-    reached = _reached(first_tensor(again.calls[""].out), own)
-    parameters = {name: Dependence(name, found[name], reached[name]) for name in own}
-    of_inputs = {name: Dependence(name, found[f"<{name}>"], True) for name in inputs}
+    parameters = {name: Dependence(name, found[name]) for name in own}
+    of_inputs = {name: Dependence(name, found[f"<{name}>"]) for name in inputs}
     return Dependences(columns=columns, parameters=parameters, inputs=of_inputs, norms=tuple(norms))
 
 
 def fresh_inputs(root: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
     """The call's arguments with floats as leaves of their own, and those leaves by argument."""
-    import inspect
-
     names = list(inspect.signature(root.forward).parameters)
     leaves: dict[str, Tensor] = {}
 
@@ -89,32 +87,33 @@ def fresh_inputs(root: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str
     return args, kwargs, leaves
 
 
-def _derivatives(reads: list[Any], columns: int, sources: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+def _derivatives(reads: Sequence[Product], columns: int, sources: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+    """For each source and dim, which index moves which column [n, columns]; all columns in one batched backward."""
     generator = torch.Generator().manual_seed(0)
-    moved = [p.read.movedim(p.along, -1) for p in reads]
-    weights = [torch.randn(m.shape[:-1], generator=generator, dtype=m.dtype) for m in moved]
-    given = list(sources.values())
-    sizes: dict[str, list[list[Tensor]]] = {name: [[] for _ in t.shape] for name, t in sources.items()}
-    for column in range(columns):
-        total = torch.stack([(m[..., column] * w).sum() for m, w in zip(moved, weights, strict=True)]).sum()
-        grads = torch.autograd.grad(total, given, retain_graph=True, allow_unused=True)
-        for (name, tensor), grad in zip(sources.items(), grads, strict=True):
-            size = torch.zeros_like(tensor) if grad is None else grad.abs()
-            for dim, kept in enumerate(sizes[name]):
-                others = [d for d in range(size.dim()) if d != dim]
-                kept.append(size.amax(others) if others else size)
-    return {name: tuple(_nonzero(torch.stack(dim, dim=1)) for dim in dims) for name, dims in sizes.items()}
+    seeds = []
+    for product in reads:
+        weights = torch.randn(product.read.shape, generator=generator, dtype=product.read.dtype).movedim(product.along, -1)
+        one_by_one = torch.diag_embed(weights).movedim(-1, 0)  # [columns, ..., columns]
+        seeds.append(one_by_one.movedim(-1, product.along + 1 if product.along >= 0 else product.along))
+    tensors = [product.read for product in reads]
+    grads = torch.autograd.grad(
+        tensors, list(sources.values()), grad_outputs=seeds, is_grads_batched=True, allow_unused=True
+    )
+    found = {}
+    for (name, tensor), grad in zip(sources.items(), grads, strict=True):
+        size = torch.zeros(columns, *tensor.shape) if grad is None else grad.abs()
+        found[name] = tuple(_nonzero(_largest(size, dim)) for dim in range(1, size.dim()))
+    return found
+
+
+def _largest(sizes: Tensor, dim: int) -> Tensor:
+    """[n, columns] of [columns, ..., n, ...]."""
+    others = [d for d in range(1, sizes.dim()) if d != dim]
+    return (sizes.amax(others) if others else sizes).T
 
 
 def _nonzero(sizes: Tensor) -> Tensor:
     return sizes > _ZERO * sizes.max().clamp(min=1e-300)
-
-
-def _reached(out: Tensor | None, own: Mapping[str, Tensor]) -> dict[str, bool]:
-    if out is None or not out.requires_grad:
-        return dict.fromkeys(own, False)
-    grads = torch.autograd.grad(out.square().sum(), list(own.values()), allow_unused=True)
-    return {name: grad is not None and bool(grad.any()) for name, grad in zip(own, grads, strict=True)}
 
 
 def norms_between(block: nn.Module, trace: Trace, group: Group) -> list[str]:
@@ -131,6 +130,15 @@ def norms_between(block: nn.Module, trace: Trace, group: Group) -> list[str]:
         if in_group and call.name.startswith(group.root) and given[0].shape == out.shape and given[0].shape[-1:] == weight.shape:
             found.append(call.name)
     return found
+
+
+class _leaking(TorchFunctionMode):  # noqa: N801 - used as a context
+    """Inside, a relu lets a tenth through: a feature that is zero for every token of a small batch still tells."""
+
+    _RELUS = (F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return F.leaky_relu(args[0], 0.1) if func in self._RELUS else func(*args, **(kwargs or {}))
 
 
 @contextmanager

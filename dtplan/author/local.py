@@ -41,6 +41,8 @@ class Bench:
     parameters: Mapping[str, Lies]
     inputs: Mapping[str, Lies]
     norms: Sequence[str]
+    known: frozenset[int] = frozenset()
+    """Numbers of units that config fields count."""
 
     def numbers(self) -> tuple[Number, ...] | None:
         """The numbers that must be divided so that ranks compute what the whole does; None if none were found."""
@@ -108,7 +110,8 @@ class Bench:
         parts = [part for lies in (*self.parameters.values(), *self.inputs.values()) for part in lies.parts]
         sizes = {size for part in parts for size in (part.count, part.rows)}
         sizes |= {sum(part.rows for part in lies.parts) for lies in self.parameters.values()}
-        counts = {part.count for part in parts}
+        counts = {part.count for part in parts} | self.known
+        sizes |= self.known
         sizes |= {a // b for a in counts for b in counts if a % b == 0}  # as heads for each kv head
         return {size for size in sizes if size > 1 and size % DEGREE == 0}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dtplan.author.compose import Block, Form, stream_paths
 from dtplan.author.draft import PlanDraft, RuleDraft
@@ -16,7 +16,7 @@ from dtplan.author.fused import fused_layers
 from dtplan.author.sample import Sample, sample
 from dtplan.author.trace import first_tensor, trace_block
 from dtplan.author.units import Units
-from dtplan.planner.placing import module_kind
+from dtplan.planner.placing import module_kind, named_tensors
 from dtplan.prove.edits import pattern_of
 from dtplan.prove.oracle import float64_casts, logits_of
 from dtplan.prove.shrink import CannotProveError
@@ -156,13 +156,14 @@ def _around(
     order = list(calls)
     first_block = order.index(f"{layers}.0")
     for name, module in _in_order(model, order):
-        tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if not tensors or name.startswith(f"{layers}."):
+        if not named_tensors(module) or name.startswith(f"{layers}."):
             continue
         runs_before = name not in calls or order.index(name) < first_block
         if runs_before != before:
             continue
-        if module is head and module is not embedding:
+        if f"{layers}.".startswith(f"{name}."):
+            yield from (_loose(f"{name}.{leaf}", module) for leaf, _ in named_tensors(module))
+        elif module is head and module is not embedding:
             yield _head(name, module, units)
         elif module is embedding:
             yield _embedding(name, module, units)
@@ -199,6 +200,13 @@ def _head(name: str, module: nn.Module, units: Units) -> RuleDraft:
         return RuleDraft(path=name, keys={"style": "colwise", "unit": units.vocabulary(), "output": "logits"})
     note = f"{type(module).__name__} is no plain Linear: `replicate`, or `shard` for its parameters"
     return RuleDraft(path=name, keys={"style": "todo"}, notes=(note,))
+
+
+def _loose(path: str, module: nn.Module) -> RuleDraft:
+    """A parameter or buffer of a module around the blocks."""
+    if path.rpartition(".")[2] in module._buffers:
+        return RuleDraft(path=path, keys={"style": "replicate"})
+    return RuleDraft(path=path, keys={"style": "todo"}, notes=("a parameter of the module around the blocks",))
 
 
 def _other(name: str, module: nn.Module, call: _Called | None, small: Sample) -> RuleDraft:
@@ -241,8 +249,3 @@ def _ties(real: nn.Module, paths: set[str]) -> tuple[tuple[str, ...], ...]:
         found.append((str(other), str(one)))
     ruled = [tie for tie in found if all(name.rpartition(".")[0] in paths for name in tie)]
     return tuple(dict.fromkeys(tuple(tie) for tie in ruled))
-
-
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers that a module itself owns."""
-    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dtplan.author.depend import Dependence, Dependences
+from dtplan.author.depend import Dependence
 
 Kind = Literal["whole", "cut", "apart", "tangled"]
 
@@ -49,14 +49,14 @@ class Columns:
     """Whether rows that reach over components (a kv head that all heads read) are kept by every rank."""
 
 
-def columns_of(found: Dependences) -> Columns:
+def columns_of(parameters: Mapping[str, Dependence], count: int) -> Columns:
     """Columns that an index moves hang together; those of an index that moves all of them do not by that.
 
     Where then all hang together (one k and one v for all heads), indices that move columns far from each other are
     taken to be kept by every rank.
     """
-    rows = [_some(dim) for dependence in found.parameters.values() for dim in dependence.dims]
-    every = torch.cat(rows) if rows else torch.zeros(0, found.columns, dtype=torch.bool)
+    rows = [_some(dim) for dependence in parameters.values() for dim in dependence.dims]
+    every = torch.cat(rows) if rows else torch.zeros(0, count, dtype=torch.bool)
     component = _components(every)
     shares = bool(len(every)) and int(component.max()) == 0
     if shares:

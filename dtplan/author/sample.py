@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtplan.prove.oracle import float64_casts, logits_of
-from dtplan.prove.shrink import CannotProveError, Reader, live_model, rebuilt, refuse_unfit, shrink, token_batch
+from dtplan.prove.shrink import COUNTS, CannotProveError, Reader, live_model, rebuilt, refuse_unfit, shrink, token_batch
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 4
 """At degree 2 a rank has several heads and several kv heads: no count is 1 by chance."""
@@ -27,6 +27,8 @@ _WIDTHS = {
 }
 _OWN_WIDTHS = {"n_inner": 22, "ffn_dim": 22, "ffn_hidden_size": 22}
 """Where a config gives no number for an MLP's columns, its class computes one."""
+_LATENT = {"head_dim": _WIDTHS["qk_rope_head_dim"], "qk_head_dim": _WIDTHS["qk_nope_head_dim"] + _WIDTHS["qk_rope_head_dim"]}
+"""Widths that follow from others where keys are made of two parts."""
 _DEGREE = 2
 
 
@@ -112,6 +114,12 @@ def _hidden(had: Reader, text: Any) -> dict[str, Any]:
 def _widths(text: Any) -> dict[str, Any]:
     read = Reader(text, text.to_dict())
     sizes: dict[str, Any] = {read.key(name): value for name, value in _WIDTHS.items() if type(read.get(name)) is int}
+    if (read.get("num_experts_per_tok") or 0) > 2:
+        sizes |= {read.key(name): 4 for name in COUNTS if type(read.get(name)) is int}
+        sizes |= {read.key("num_experts_per_tok"): 2}
+        sizes |= {name: value for name, value in {"n_group": 2, "topk_group": 1}.items() if read.get(name)}
+    if read.get("qk_rope_head_dim"):
+        sizes |= {name: value for name, value in _LATENT.items() if read.get(name)}
     names = text.to_dict()
     sizes |= {name: value for name, value in _OWN_WIDTHS.items() if name in names}
     return sizes
