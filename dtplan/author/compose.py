@@ -61,7 +61,10 @@ class Block:
             owner = path if path in order or path in names else path.rpartition(".")[0]
             return (order.get(owner, len(order)), names.index(owner) if owner in names else 0, path != owner)
 
-        return [self.rules[""], *_gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path)))]
+        return [
+            self.rules[""],
+            *_gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path))),
+        ]
 
     # --- forms
 

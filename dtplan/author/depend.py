@@ -87,12 +87,16 @@ def fresh_inputs(root: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str
     return args, kwargs, leaves
 
 
-def _derivatives(reads: Sequence[Product], columns: int, sources: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+def _derivatives(
+    reads: Sequence[Product], columns: int, sources: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, ...]]:
     """For each source and dim, which index moves which column [n, columns]; all columns in one batched backward."""
     generator = torch.Generator().manual_seed(0)
     seeds = []
     for product in reads:
-        weights = torch.randn(product.read.shape, generator=generator, dtype=product.read.dtype).movedim(product.along, -1)
+        weights = torch.randn(product.read.shape, generator=generator, dtype=product.read.dtype).movedim(
+            product.along, -1
+        )
         one_by_one = torch.diag_embed(weights).movedim(-1, 0)  # [columns, ..., columns]
         seeds.append(one_by_one.movedim(-1, product.along + 1 if product.along >= 0 else product.along))
     tensors = [product.read for product in reads]
@@ -127,7 +131,12 @@ def norms_between(block: nn.Module, trace: Trace, group: Group) -> list[str]:
         if weight is None or weight.dim() != 1 or len(given) != 1 or out is None or list(module.children()):
             continue
         in_group = bool({n for n in call.last if n > 0} & {p.number for p in group.products})
-        if in_group and call.name.startswith(group.root) and given[0].shape == out.shape and given[0].shape[-1:] == weight.shape:
+        if (
+            in_group
+            and call.name.startswith(group.root)
+            and given[0].shape == out.shape
+            and given[0].shape[-1:] == weight.shape
+        ):
             found.append(call.name)
     return found
 

@@ -27,7 +27,10 @@ _WIDTHS = {
 }
 _OWN_WIDTHS = {"n_inner": 22, "ffn_dim": 22, "ffn_hidden_size": 22}
 """Where a config gives no number for an MLP's columns, its class computes one."""
-_LATENT = {"head_dim": _WIDTHS["qk_rope_head_dim"], "qk_head_dim": _WIDTHS["qk_nope_head_dim"] + _WIDTHS["qk_rope_head_dim"]}
+_LATENT = {
+    "head_dim": _WIDTHS["qk_rope_head_dim"],
+    "qk_head_dim": _WIDTHS["qk_nope_head_dim"] + _WIDTHS["qk_rope_head_dim"],
+}
 """Widths that follow from others where keys are made of two parts."""
 _DEGREE = 2
 

@@ -55,7 +55,8 @@ class Units:
         """Fields that may count units; those with a usual name first."""
         found = []
         for name, count in self.sample.fields():
-            if count > 1 and name not in COUNTS and not _NO_UNITS.search(self._usual(name)):
+            usual = self._usual(name)
+            if count > 1 and (usual in _NAMES or (name not in COUNTS and not _NO_UNITS.search(usual))):
                 found.append(Counted(name, self._unit_name(name), count))
         return sorted(found, key=lambda c: self._usual(c.field) not in _NAMES)
 
@@ -89,7 +90,9 @@ class Units:
     def in_order(self) -> dict[str, Any]:
         """Heads before columns before the vocabulary."""
         order = ["head", "kv_head", "ffn", "expert_ffn", "shared_ffn"]
-        return dict(sorted(self.used.items(), key=lambda item: (order + [item[0]]).index(item[0]) + (item[0] == "vocab")))
+        return dict(
+            sorted(self.used.items(), key=lambda item: (order + [item[0]]).index(item[0]) + (item[0] == "vocab"))
+        )
 
     # --- names
 
