@@ -66,6 +66,12 @@ class Block:
             *_gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path))),
         ]
 
+    def rules_of(self, cutting: Cutting) -> tuple[str, ...]:
+        """The styles of the modules of a group's products, each once."""
+        owners = dict.fromkeys(pattern_of(p.parameter.rpartition(".")[0]) for p in cutting.group.products)
+        rules = [self.rules[owner].keys if owner in self.rules else {} for owner in owners]
+        return tuple(dict.fromkeys(str(keys.get("style", "")) for keys in rules if "sections" not in keys))
+
     # --- forms
 
     def _is_parallel(self) -> bool:

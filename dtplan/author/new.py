@@ -22,6 +22,7 @@ from dtplan.prove.result import Proof
 from dtplan.prove.shrink import CannotProveError
 
 NOT_RUN = 2
+_MOST_FINDINGS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +121,16 @@ def _verdict(proof: Proof) -> tuple[str, ...]:
     versions = ", ".join(f"{name} {version}" for name, version in proof.versions.items() if name != "python")
     count = sum(leg.verdict == "proved" for leg in proof.legs)
     head = f"{proof.verdict}: {count} of {len(proof.legs)} legs at tp {degrees}, on a small model; {versions}"
-    lines = [head]
+    seen: dict[str, list[str]] = {}
     for leg in proof.legs:
         if leg.verdict == "not run":
-            lines.append(f"- {leg.leg}: {leg.reason}")
+            seen.setdefault(leg.reason, []).append(str(leg.leg))
         for finding in leg.findings:
-            advice = f" -> {finding.advice}" if finding.advice else ""
-            lines.append(f"- {leg.leg}: {finding.name}: {finding.kind}{advice}")
-    return tuple(dict.fromkeys(lines))
+            says = finding.says if finding.what == "plan" else finding.kind
+            told = f"{finding.name}: {says}" + (f" -> {finding.advice}" if finding.advice else "")
+            seen.setdefault(told, []).append(str(leg.leg))
+    told = [f"- {text} ({legs[0]}{f' and {len(legs) - 1} more' if len(legs) > 1 else ''})" for text, legs in seen.items()]
+    return (head, *told[:_MOST_FINDINGS])
 
 
 def _commented(new: New, lines: tuple[str, ...], schema: str, unproved: str = "") -> New:

@@ -48,7 +48,7 @@ class Choice:
 
 LEAST_VOCABULARY = 64
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
-WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner")
+WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _OTHER_NAMES = {"num_key_value_heads": ("num_kv_heads", "n_kv_heads")}
 """Names that some classes have instead, without saying so in their attribute map."""
 _AS_WIDE = ("word_embed_proj_dim",)
