@@ -1,4 +1,4 @@
-"""Tiny models of the families in ``tests/plans``: 4 heads on 2 kv heads, where the family has them."""
+"""Tiny models of the families with a plan, built-in or in ``tests/plans``: 4 heads on 2 kv heads, where they have them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from dtplan.plan.library import builtin_plans
 from dtplan.plan.read import load_plan
 from tests.models import drawing
 
@@ -104,17 +105,20 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt_oss": lambda: transformers.GptOssConfig(**_GQA, **_EXPERTS, head_dim=8, pad_token_id=0),
     "gptj": lambda: transformers.GPTJConfig(**_GPT, n_inner=64, rotary_dim=4),
     "llava": _llava,
+    "mistral": lambda: transformers.MistralConfig(**_GQA, head_dim=8, sliding_window=4),
     "mixtral": lambda: transformers.MixtralConfig(**_GQA, **_EXPERTS),
     "olmo2": lambda: transformers.Olmo2Config(**_GQA, pad_token_id=0),
     "phi3": lambda: transformers.Phi3Config(**_GQA, pad_token_id=0),
+    "qwen2": lambda: transformers.Qwen2Config(**_GQA),
     "qwen3": lambda: transformers.Qwen3Config(**_GQA, head_dim=8),
     "qwen3_next": _qwen3_next,
+    "starcoder2": lambda: transformers.Starcoder2Config(**_GQA, residual_dropout=0.0, embedding_dropout=0.0),
 }
 MULTI_HEAD_STARCODER = transformers.GPTBigCodeConfig(**_GPT, n_inner=64, multi_query=False)
 
 
 def plan_file(name: str) -> Path:
-    return FOLDER / f"{name}.yaml"
+    return builtin_plans().get(name, FOLDER / f"{name}.yaml")
 
 
 def build(name: str, config: PretrainedConfig | None = None) -> nn.Module:

@@ -15,10 +15,11 @@ from dtplan.prove.oracle import wholes
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.weights.checkpoint import open_checkpoint
 from dtplan.weights.compare import differences
-from tests.families import build, on_meta, plan_file
+from tests.families import CONFIGS, build, on_meta, plan_file
+from tests.test_family_plans import LATER
 
-FAMILIES = ("bloom", "gemma2", "gpt2", "gpt_oss", "gptj", "llava", "mixtral", "phi3", "qwen3")
-"""Those of ``tests/plans`` that parallelize can apply."""
+FAMILIES = sorted(CONFIGS.keys() - LATER.keys())
+"""Those whose plans parallelize can apply."""
 
 
 def there_and_back(name: str, source: Path, target: Path) -> None:
