@@ -1,4 +1,4 @@
-"""Tiny models of the families with a plan, built-in or in ``tests/plans``: 4 heads on 2 kv heads, where they have them."""
+"""Tiny models of the families with a plan: 4 heads on 2 kv heads, where they have them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ _GPT: dict[str, Any] = {
     "attn_pdrop": 0.0,
     **_EAGER,
 }
-_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+_EAGER_EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}
 """Experts one by one: the grouped kernel has no float64."""
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, **_EAGER_EXPERTS}
 IMAGE = 31
 """The token that stands for a part of an image."""
 
@@ -59,6 +60,7 @@ def _deepseek_v3() -> PretrainedConfig:
         qk_nope_head_dim=8,
         v_head_dim=8,
         first_k_dense_replace=1,
+        **_EAGER_EXPERTS,
     )
 
 
@@ -76,6 +78,7 @@ def _qwen3_next() -> PretrainedConfig:
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
         layer_types=["linear_attention", "full_attention"],
+        **_EAGER_EXPERTS,
     )
 
 

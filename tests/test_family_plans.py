@@ -21,10 +21,7 @@ from dtplan.prove.simulated import simulated_ranks
 from tests.families import CONFIGS, FOLDER, MULTI_HEAD_STARCODER, batch, build, on_meta, plan_file
 
 LATER = {
-    "deepseek_v3": {"sum_grad_of_last"},
     "gpt_bigcode": {"a section that stays whole"},
-    "olmo2": {"style sharded_norm"},
-    "qwen3_next": {"reads"},
 }
 """What plans ask for that is not applied yet."""
 EXACT = sorted(CONFIGS.keys() - LATER.keys())

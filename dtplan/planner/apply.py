@@ -204,7 +204,8 @@ def _shard(model: nn.Module, fusing: Fusing, mesh: DeviceMesh) -> Tp:
     bound = fusing.bound
     tp = Tp(mesh=mesh, group=Group.of(mesh.get_group()))
     fusing.install(model, tp)
-    styles = {name: Sharded(module, name, tp) for module, name in _entries(bound)}
+    tp.bound = {name: module for module, name in _entries(bound)}
+    styles = {name: Sharded(module, name, tp) for name, module in tp.bound.items()}
     tp.names = {id(model.get_submodule(name)): name for name in styles}
     root = styles.pop("", None)
     parallelize_module(model, mesh, dict(styles))

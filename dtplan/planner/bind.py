@@ -13,7 +13,7 @@ from torch import nn
 from dtplan._errors import BindError, Diagnostic, did_you_mean
 from dtplan.plan import paths
 from dtplan.plan.library import builtin_plans
-from dtplan.plan.read import holds, load_plan, rules_for
+from dtplan.plan.read import config_field, holds, load_plan, rules_for
 from dtplan.plan.source import finding_at
 from dtplan.plan.spec import RESIDUAL, Move, P, Plan, R, Rule, S, TeLayer
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTe, BoundTensor, BoundUnit
@@ -32,8 +32,9 @@ from dtplan.planner.placing import (
     place,
 )
 from dtplan.planner.refusals import dead_rules, full_name, mixed_regions, nearest, split_ties, unruled
-from dtplan.planner.regions import Regions
+from dtplan.planner.regions import Regions, parent_of
 from dtplan.planner.units import bound_units, goes_on_later
+from dtplan.te.probe import Norm, norm_of
 
 NO_PLAN = Plan(name="none", units={}, rules=(), files=("<no plan>",))
 
@@ -222,6 +223,8 @@ class _Binder:
                 block=self._regions.block_of(group.pattern, rule),
                 shared=self._shared(group, rule),
                 localize=self._localized(group, rule),
+                reads=() if rule is None else self._read(group, rule),
+                norm=self._norm(group, rule),
                 later=self._later(rule, tensor_rules),
             )
         except PlacingError as error:
@@ -316,8 +319,32 @@ class _Binder:
             moves = [(None, Move(dst=RESIDUAL))]
         weight = group.module._parameters.get("weight")
         length = weight.shape[0] if rule.style == "colwise" and weight is not None else None
-        bound = [output_move(move, self.layouts, value=value, gives=gives) for value, move in moves]
-        return tuple(dataclasses.replace(b, length=length) if b.src == S(-1) else b for b in bound)
+        bound = []
+        for value, move in moves:
+            entry = output_move(move, self.layouts, value=value, gives=gives)
+            if entry.src == S(-1):
+                entry = dataclasses.replace(entry, length=length)
+            if move.sum_grad_of_last is not None and not self._regions.stays_whole(parent_of(group.pattern)):
+                entry = dataclasses.replace(entry, op="copy", last=self._size(move.sum_grad_of_last))
+            bound.append(entry)
+        return tuple(bound)
+
+    def _size(self, field: str) -> int:
+        """A config field that is a number of features."""
+        value = config_field(self.config, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            message = f"`sum_grad_of_last: {field}` is no number of features: the config has {value!r} there"
+            raise PlacingError("DTP412", message, "name the config field that holds the features of the last part")
+        return value
+
+    def _read(self, group: Alike, rule: Rule) -> tuple[str, ...]:
+        """The modules below that the forward reads itself."""
+        there = dict(group.module.named_modules())
+        for path in rule.reads:
+            if path not in there:
+                hint = did_you_mean(path, there) or "name modules as named_modules() does, from this one on"
+                raise PlacingError("DTP412", f"`reads: {path}` names no module below it", hint)
+        return rule.reads
 
     def _argument(self, group: Alike, rule: Rule, value: str | int | None) -> tuple[int | None, str | None]:
         """Position and name of a forward argument, whichever of them the rule gives."""
@@ -347,16 +374,23 @@ class _Binder:
                 )
         return rule.localize if rule else ()
 
+    def _norm(self, group: Alike, rule: Rule | None) -> Norm | None:
+        if rule is None or rule.style != "sharded_norm" or self._regions.is_whole(rule):
+            return None
+        found = norm_of(group.module)
+        if found is None:
+            kind = module_kind(group.module)
+            message = f"`sharded_norm` is for an RMSNorm or LayerNorm over its last dim; {kind} computes neither"
+            raise PlacingError("DTP404", message, "keep what it norms whole: `style: replicate` there and here")
+        return found
+
     def _later(self, rule: Rule | None, tensor_rules: list[Rule]) -> tuple[str, ...]:
         wants: list[str] = []
         for r in [rule, *tensor_rules]:
             if r is None:
                 continue
             wants += ["a section that stays whole"] * any(section.whole for section in r.sections)
-            wants += ["style sharded_norm"] * (r.style == "sharded_norm")
             wants += [f"unit {r.unit} on several ranks at once (replicate_kv)"] * goes_on_later(self._unit(r), self.tp)
-            wants += ["sum_grad_of_last"] * any(move.sum_grad_of_last for _, move in r.outputs)
-            wants += ["reads"] * bool(r.reads)
         return tuple(wants)
 
     def _chosen(self, group: Alike) -> Rule | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtplan.plan.spec import Layout
+from dtplan.te.probe import Norm
 
 Op = Literal["keep", "copy", "reduce", "gather", "scatter", "gather_whole", "slice", "place"]
 SCHEMA_VERSION = 2
@@ -30,6 +31,8 @@ class BoundMove:
     global_shape: bool = False
     length: int | None = None
     """The global size of the dim that is cut, where it is known and parts may differ in size."""
+    last: int | None = None
+    """Of a copy: the gradient of so many last features only is summed."""
     inside: bool = False
     """Done by a fused layer itself, on its own communicator; nothing is put around the module."""
     units: int | None = None
@@ -73,6 +76,10 @@ class BoundModule:
     shared: BoundMove | None = None
     """Of a parallel-residual block: how its norms are given the whole input, once for all of them."""
     localize: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    """Modules below whose parameters the forward reads without calling them."""
+    norm: Norm | None = None
+    """Of a norm over a dim that is cut: what it computes."""
     later: tuple[str, ...] = ()
     """What the rule asks for that `parallelize` cannot do yet."""
 

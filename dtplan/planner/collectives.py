@@ -127,6 +127,15 @@ def copy(x: Tensor, group: Group) -> Tensor:
     return _apply(x, _same, lambda g: all_reduce(g, group))
 
 
+def copy_last(x: Tensor, features: int, group: Group) -> Tensor:
+    """R to R where ranks use the last ``features`` for different work, and the others alike: a part of `copy`."""
+
+    def back(g: Tensor) -> Tensor:
+        return torch.cat([g[..., :-features], all_reduce(g[..., -features:], group)], -1)
+
+    return _apply(x, _same, back)
+
+
 def reduce(x: Tensor, group: Group) -> Tensor:
     """P to R: the value is summed over ranks, the gradient is the same on all of them."""
     return _apply(x, lambda v: all_reduce(v, group), _same)

@@ -10,6 +10,11 @@ from dtplan.planner.placing import CUTS
 from dtplan.planner.units import is_whole
 
 
+def parent_of(pattern: str) -> str:
+    """The module that a module lies in."""
+    return pattern.rpartition(".")[0]
+
+
 class Regions:
     """Answers from the rule of every module pattern; ``tp`` decides which cut rules stay whole."""
 
@@ -19,7 +24,7 @@ class Regions:
     def around(self, pattern: str) -> str | None:
         """The nearest module above whose rule prepares an input for cut work below it."""
         while pattern:
-            pattern = pattern.rpartition(".")[0]
+            pattern = parent_of(pattern)
             rule = self._rule_of.get(pattern)
             if rule is None or rule.style == "replicate":
                 continue
@@ -52,8 +57,8 @@ class Regions:
 
     def has_cut_siblings(self, pattern: str) -> bool:
         """Whether a column-parallel and a row-parallel layer lie beside a module."""
-        parent = pattern.rpartition(".")[0]
-        beside = [rule for name, rule in self._rule_of.items() if name.rpartition(".")[0] == parent and name != pattern]
+        parent = parent_of(pattern)
+        beside = [rule for name, rule in self._rule_of.items() if parent_of(name) == parent and name != pattern]
         styles = {rule.style for rule in beside if rule is not None and not self.is_whole(rule)}
         return bool(parent) and {"colwise", "rowwise"} <= styles
 

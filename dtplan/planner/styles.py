@@ -24,6 +24,7 @@ from dtplan.planner import collectives as coll
 from dtplan.planner.bound import BoundModule, BoundMove, BoundTensor
 from dtplan.planner.collectives import Group
 from dtplan.planner.localize import divide
+from dtplan.planner.norms import norm_over_ranks
 from dtplan.planner.stored import Stored
 
 Forward = Callable[..., Any]
@@ -72,6 +73,8 @@ class Tp:
 
     mesh: DeviceMesh
     group: Group
+    bound: dict[str, BoundModule] = field(default_factory=dict)
+    """Full module name -> what is bound for it."""
     names: dict[int, str] = field(default_factory=dict)
     """Module -> full name, for messages."""
     made: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -152,8 +155,15 @@ def wrap(module: nn.Module, bound: BoundModule, name: str, tp: Tp) -> None:
     before = forward = module.forward
     if bound.kind == "Embedding" and bound.tensors and bound.tensors[0].placement.dim == 0:
         forward = vocab_forward(module, forward, tp.group)
+    if bound.norm is not None and tp.group.size > 1:
+        width = bound.tensors[0].local_shape[0] * tp.group.size
+        forward = norm_over_ranks(module, bound.norm, tp.group, width)
     if any(not tensor.buffer for tensor in bound.tensors):
         forward = with_local_parameters(module, forward, bound, tp, tp.views.setdefault(name, {}))
+    for path in bound.reads:
+        below = f"{name}.{path}" if name else path
+        views = tp.views.setdefault(below, {})
+        forward = with_local_parameters(module.get_submodule(path), forward, tp.bound[below], tp, views)
     if bound.block is not None:
         depth = bound.block.count(".") + 1
         block = tp.blocks.setdefault(".".join(name.split(".")[:depth]), BlockInput())
@@ -338,7 +348,7 @@ def moved(x: Tensor, move: BoundMove, tp: Tp, where: str) -> Tensor:
         )
     match move.op if group.size > 1 else "keep":
         case "copy":
-            x = coll.copy(x, group)
+            x = coll.copy(x, group) if move.last is None else coll.copy_last(x, move.last, group)
         case "reduce":
             x = coll.reduce(x, group)
         case "gather":
