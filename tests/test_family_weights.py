@@ -16,10 +16,6 @@ from dtplan.prove.simulated import simulated_ranks
 from dtplan.weights.checkpoint import open_checkpoint
 from dtplan.weights.compare import differences
 from tests.families import CONFIGS, build, on_meta, plan_file
-from tests.test_family_plans import LATER
-
-FAMILIES = sorted(CONFIGS.keys() - LATER.keys())
-"""Those whose plans parallelize can apply."""
 
 
 def there_and_back(name: str, source: Path, target: Path) -> None:
@@ -34,7 +30,7 @@ def there_and_back(name: str, source: Path, target: Path) -> None:
     simulated_ranks(4, on_rank)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_family_s_files_come_back_the_same(name: str, tmp_path: Path) -> None:
     model: Any = build(name).float()
     model.save_pretrained(tmp_path / "source")

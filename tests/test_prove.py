@@ -19,7 +19,6 @@ from dtplan.prove.proof import prove, prove_model
 from dtplan.prove.result import Finding, Leg, Proof
 from dtplan.prove.shrink import CannotProveError, live_model, refuse_unfit
 from dtplan.prove.tell import as_text
-from tests.families import CONFIGS
 
 WRONG = Path(__file__).parent / "plans" / "wrong"
 LLAMA_7B: dict[str, Any] = {
@@ -74,7 +73,6 @@ MODELS: dict[str, tuple[Any, Any]] = {
         transformers.Phi3ForCausalLM,
         transformers.Phi3Config(**{**TINY, "num_key_value_heads": 4}, pad_token_id=0, eos_token_id=2),
     ),
-    "starcoder": (transformers.GPTBigCodeForCausalLM, CONFIGS["gpt_bigcode"]()),
     "gpt-oss": (
         transformers.GptOssForCausalLM,
         transformers.GptOssConfig(
@@ -397,12 +395,6 @@ def test_an_old_torch_exits_with_2_and_says_so(tmp_path: Path, monkeypatch: pyte
     assert isinstance(found.exception, CannotProveError)
     assert "needs torch 2.11 or newer, this is 2.9.1+cpu" in str(found.exception)
     assert found.exception.exit_code == 2
-
-
-def test_what_parallelize_cannot_do_yet_is_not_run() -> None:
-    proof = proof_of(load_plan(WRONG.parent / "gpt_bigcode.yaml"), "starcoder", Leg(tp=2))
-    assert (proof.verdict, proof.exit_code) == ("not run", 2)
-    assert "a section that stays whole" in proof.legs[0].reason
 
 
 def test_degrees_that_are_none_are_misuse(tmp_path: Path) -> None:

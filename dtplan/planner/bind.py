@@ -33,9 +33,10 @@ from dtplan.planner.placing import (
 )
 from dtplan.planner.refusals import dead_rules, full_name, mixed_regions, nearest, split_ties, unruled
 from dtplan.planner.regions import Regions, parent_of
-from dtplan.planner.units import bound_units, goes_on_later
+from dtplan.planner.units import bound_units, copies_of
 from dtplan.te.probe import Norm, norm_of
 
+GRAD_OF_WHOLE = "write `grad: sum` if it sees the rank's own heads or columns, else `grad: complete`"
 NO_PLAN = Plan(name="none", units={}, rules=(), files=("<no plan>",))
 
 
@@ -223,9 +224,9 @@ class _Binder:
                 block=self._regions.block_of(group.pattern, rule),
                 shared=self._shared(group, rule),
                 localize=self._localized(group, rule),
+                per_unit=self._per_unit(group, rule),
                 reads=() if rule is None else self._read(group, rule),
                 norm=self._norm(group, rule),
-                later=self._later(rule, tensor_rules),
             )
         except PlacingError as error:
             self._add(error.code, at, f"{group.pattern}: {error}", error.hint)
@@ -239,7 +240,7 @@ class _Binder:
         return None
 
     def _tensors(self, group: Alike, rule: Rule | None, tensors: list[tuple[str, Any]]) -> tuple[BoundTensor, ...]:
-        cuts = cuts_of(group, rule, whole=self._regions.is_whole(rule))
+        cuts = cuts_of(group, rule, self._regions.is_whole)
         bound = []
         for name, tensor in tensors:
             cut = cuts[name]
@@ -256,13 +257,20 @@ class _Binder:
                 buffer=name in group.module._buffers,
             )
             bound.append(_with_tie(entry, self._tied_to.get(full_name(group.names[0], name))))
+        for cut in cuts.values():
+            sections = cut.rule.sections if cut.rule is not None and cut.dim is not None else ()
+            if any(section.whole and section.grad is None for section in sections):
+                message = f"{group.pattern}: a section stays whole among cut ones: is its gradient a partial sum?"
+                self._add("DTP415", cut.rule, message, GRAD_OF_WHOLE)
         if rule is not None and any(not t.buffer and t.placement == R and not t.once for t in bound):
             self._require_grad_rule(group, rule, cuts)
         return tuple(bound)
 
     def _grad_is_summed(self, group: Alike, rule: Rule | None) -> bool:
-        if rule is None or rule.grad is not None:
-            return rule is not None and rule.grad == "sum"
+        if rule is None or self._regions.lies_in_whole(group.pattern):
+            return False
+        if rule.grad is not None:
+            return rule.grad == "sum"
         return (
             rule.style == "norm" and self.layouts.residual != R and self._regions.block_of(group.pattern, rule) is None
         )
@@ -273,20 +281,15 @@ class _Binder:
             return
         if self._regions.is_whole(rule):
             return
-        region = self._regions.around(group.pattern)
-        if region is not None and self._regions.stays_whole(region):
+        if self._regions.lies_in_whole(group.pattern):
             return
+        region = self._regions.around(group.pattern)
         if region is not None or self._regions.has_cut_siblings(group.pattern):
             where = (
                 f"inside `{region}`, whose input's gradient is summed" if region is not None else "beside cut layers"
             )
             message = f"{group.pattern} is whole and lies {where}: is its gradient a partial sum?"
-            self._add(
-                "DTP415",
-                rule,
-                message,
-                "write `grad: sum` if it sees the rank's own heads or columns, else `grad: complete`",
-            )
+            self._add("DTP415", rule, message, GRAD_OF_WHOLE)
 
     def _inputs(self, group: Alike, rule: Rule | None) -> tuple[BoundMove, ...]:
         if rule is None:
@@ -365,14 +368,30 @@ class _Binder:
         return input_move(Move(dst=R), self.layouts, value=position, name=name, whole=False)
 
     def _localized(self, group: Alike, rule: Rule | None) -> tuple[str, ...]:
-        for name in rule.localize if rule else ():
+        if rule is None or self._regions.stays_whole(group.pattern) or self._regions.is_whole(rule):
+            return ()
+        for name in rule.localize:
             value = number_at(group.module, name)
             if isinstance(value, bool) or not isinstance(value, int) or value % self.tp:
                 raise PlacingError(
                     "DTP412",
                     f"`localize: {name}` needs a whole number that {self.tp} divides, it is {value!r}",
                 )
-        return rule.localize if rule else ()
+        return rule.localize
+
+    def _per_unit(self, group: Alike, rule: Rule | None) -> tuple[tuple[str, int], ...]:
+        """Numbers per unit, where several ranks share one."""
+        numbers = []
+        for name, unit_name in rule.localize_per if rule else ():
+            unit, value = self.units.get(unit_name), number_at(group.module, name)
+            shared = 1 if unit is None else copies_of(unit, self.tp)
+            if shared < 2:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value % shared:
+                message = f"`localize_per: {name}` needs a whole number that {shared} divides, it is {value!r}"
+                raise PlacingError("DTP412", message, f"name a number of the module that counts for each {unit_name}")
+            numbers.append((name, shared))
+        return tuple(numbers)
 
     def _norm(self, group: Alike, rule: Rule | None) -> Norm | None:
         if rule is None or rule.style != "sharded_norm" or self._regions.is_whole(rule):
@@ -383,15 +402,6 @@ class _Binder:
             message = f"`sharded_norm` is for an RMSNorm or LayerNorm over its last dim; {kind} computes neither"
             raise PlacingError("DTP404", message, "keep what it norms whole: `style: replicate` there and here")
         return found
-
-    def _later(self, rule: Rule | None, tensor_rules: list[Rule]) -> tuple[str, ...]:
-        wants: list[str] = []
-        for r in [rule, *tensor_rules]:
-            if r is None:
-                continue
-            wants += ["a section that stays whole"] * any(section.whole for section in r.sections)
-            wants += [f"unit {r.unit} on several ranks at once (replicate_kv)"] * goes_on_later(self._unit(r), self.tp)
-        return tuple(wants)
 
     def _chosen(self, group: Alike) -> Rule | None:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, dtype_bytes
+from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, dtype_bytes
 from dtplan.planner.norms import sums_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -162,7 +162,7 @@ def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
     sizes: dict[str, tuple[int, int]] = {}
     for module in bound.modules:
         layer = layer_of(bound, module) if by_unit else OUTSIDE
-        size = sum(math.prod(t.shape) * dtype_bytes(t.dtype) for t in module.tensors if t.grad == "sum" and t.trainable)
+        size = sum(_summed(tensor, bound.tp) * dtype_bytes(tensor.dtype) for tensor in module.tensors)
         if size:
             before = sizes.get(layer, (0, 0))[1]
             inside = by_unit and layer != OUTSIDE
@@ -182,6 +182,15 @@ def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
         )
         for layer, (count, size) in sizes.items()
     ]
+
+
+def _summed(tensor: BoundTensor, tp: int) -> int:
+    """Elements of a rank's gradient that are summed with those of other ranks."""
+    whole = math.prod(tensor.local_shape)
+    return sum(
+        sum(size * whole // tensor.local_shape[dim] for dim, _, size in spans) if spans else whole
+        for spans in tensor.summed(tp).values()
+    )
 
 
 def _loss(bound: BoundPlan, tokens: int) -> list[Entry]:
