@@ -12,6 +12,7 @@ from dtplan.author.draft import PlanDraft, RuleDraft
 
 WIDTH = 120
 _WIDEST_KEY = 48
+_WIDEST_BRACES = 26
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./*]*(\(-?[0-9]+\))?")
 _SWITCHES = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
@@ -109,12 +110,16 @@ def folded(rules: Sequence[RuleDraft]) -> list[RuleDraft]:
     for members in groups.values():
         alike: list[RuleDraft] = []
         for rule in members:
-            if alike and not (_same(alike[-1], rule) and _braces([r.path for r in (*alike, rule)])):
+            if alike and not (_same(alike[-1], rule) and _fits(_braces([r.path for r in (*alike, rule)]))):
                 found.append(_as_one(alike))
                 alike = []
             alike.append(rule)
         found.append(_as_one(alike))
     return found
+
+
+def _fits(pattern: str) -> bool:
+    return bool(pattern) and pattern.find("}") - pattern.find("{") < _WIDEST_BRACES
 
 
 def _same(a: RuleDraft, b: RuleDraft) -> bool:

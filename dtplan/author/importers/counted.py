@@ -12,7 +12,14 @@ from typing import Any
 from dtplan.plan.read import config_field
 
 _WIDTH = re.compile(r"intermediate|inner|ffn|ff_dim|d_ff|feed_?forward|mlp_dim")
-_NAMES = {"num_attention_heads": "head", "num_key_value_heads": "kv_head", "intermediate_size": "ffn"}
+_NAMES = {
+    "intermediate_size": "ffn",
+    "ffn_hidden_size": "ffn",
+    "moe_intermediate_size": "expert_ffn",
+    "expert_ffn_hidden_size": "expert_ffn",
+    "shared_expert_intermediate_size": "shared_ffn",
+    "shared_intermediate_size": "shared_ffn",
+}
 _EXPERT = re.compile(r"expert|moe|router")
 _ATTENTION = re.compile(r"attn|attention")
 _KV = re.compile(r"(^|_)(k|v|key|value)(_|$)")
