@@ -70,6 +70,7 @@ def proved(model_type: str, name: str, options: dict[str, Any], degrees: list[in
         given="imported",
         model=model_type,
         legs=legs_of([d for d in degrees if d in allowed], "off", "off"),
+        steps=0,
     )
     failed = next((leg for leg in proof.legs if leg.verdict != "proved"), None)
     told |= {"verdict": proof.verdict, "idle": len(proof.idle), "largest_error": largest(proof.legs)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ def assemble(
             own[name] = {**own.get(name, {"style": "replicate"}), "reads": read}
         rules |= own
     _answer_for_gradients(rules, modules)
-    together = tuple(_together(rules, why))
+    together = tuple(_together(rules, why, modules))
     units = {unit for rule in together for unit in _units_in(rule.keys)}
     serves = type(model).__name__
     comments = [
@@ -188,22 +188,31 @@ def _units_in(rule: Mapping[str, Any]) -> list[str]:
 
 
 _READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:data|dtype|device|shape|ndim|size))")
+_ASKED = re.compile(r"\bself\.(\w+)\.(\w+)\(")
 
 
 def _read_below(name: str, module: nn.Module, told: Mapping[str, Told]) -> list[str]:
-    """Whole modules below whose parameters the module's own code reads, as a convolution's that a kernel is given."""
+    """Whole modules below whose parameters the module's code needs without calling them.
+
+    It reads a weight, as a convolution's that a kernel is given, or it calls another method than forward.
+    """
     below = {each: child for each, child in module.named_children() if f"{name}.{each}" not in told}
-    read = [each for each in _names_read(type(module)) if each in below] if below else []  # type: ignore[arg-type]
-    return [each for each in read if any(True for _ in below[each].parameters(recurse=False))]
+    source = _source_of(type(module)) if below else ""  # type: ignore[arg-type]
+    asked = {child for child, method in _ASKED.findall(source) if child in below and _is_own(below[child], method)}
+    found = [each for each in below if each in asked | set(_READ.findall(source))]
+    return [each for each in found if any(True for _ in below[each].parameters(recurse=False))]
+
+
+def _is_own(module: nn.Module, method: str) -> bool:
+    return inspect.isfunction(getattr(type(module), method, None)) and not hasattr(nn.Module, method)
 
 
 @functools.cache
-def _names_read(cls: Any) -> tuple[str, ...]:
-    """Names whose weight or bias the source of a class reads."""
+def _source_of(cls: Any) -> str:
     try:
-        return tuple(dict.fromkeys(_READ.findall(inspect.getsource(cls))))
+        return inspect.getsource(cls)
     except (OSError, TypeError):  # a class without a file
-        return ()
+        return ""
 
 
 def _answer_for_gradients(rules: dict[str, Rule], modules: Mapping[str, nn.Module]) -> None:
@@ -236,17 +245,22 @@ def _beside_cuts(name: str, rules: Mapping[str, Rule]) -> bool:
     return bool(parent) and {"colwise", "rowwise"} <= beside
 
 
-def _together(rules: Mapping[str, Rule], why: Mapping[str, str]) -> Iterator[RuleDraft]:
+def _together(rules: Mapping[str, Rule], why: Mapping[str, str], names: Iterable[str]) -> Iterator[RuleDraft]:
     """One rule for names that differ in numbers only; where the rules differ, one for each name."""
     groups: dict[str, dict[str, Rule]] = {}
     for name, rule in rules.items():
         groups.setdefault(generic(name), {})[name] = rule
+    without: dict[str, int] = {}
+    for name in names:
+        if name not in rules:
+            without[generic(name)] = without.get(generic(name), 0) + 1
     for pattern, each in groups.items():
         found = list(each.values())
         bare = [{key: value for key, value in rule.items() if key != "unit"} for rule in found]
         if not _alike(found) and _alike(bare):
             found = bare
-        named = {pattern: found[0]} if _alike(found) else dict(zip(each, found, strict=True))
+        of_all = _alike(found) and not (without.get(pattern) and "reads" in found[0])
+        named = {pattern: found[0]} if of_all else dict(zip(each, found, strict=True))
         for path, rule in named.items():
             reason = next((f"no words for this: {why[name]}" for name in each if name in why), "")
             yield RuleDraft(path=path, keys=rule, notes=(reason,) if reason and rule.get("style") == "todo" else ())
