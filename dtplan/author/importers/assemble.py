@@ -199,8 +199,12 @@ def _read_below(name: str, module: nn.Module, told: Mapping[str, Told]) -> list[
     below = {each: child for each, child in module.named_children() if f"{name}.{each}" not in told}
     source = _source_of(type(module)) if below else ""  # type: ignore[arg-type]
     asked = {child for child, method in _ASKED.findall(source) if child in below and _is_own(below[child], method)}
-    found = [each for each in below if each in asked | set(_READ.findall(source))]
-    return [each for each in found if any(True for _ in below[each].parameters(recurse=False))]
+    found: list[str] = []
+    for each in (child for child in below if child in asked | set(_READ.findall(source))):
+        found += [each] * any(True for _ in below[each].parameters(recurse=False))
+        if each in asked:  # its forward does not run, so what it reads is read from here
+            found += [f"{each}.{path}" for path in _read_below(f"{name}.{each}", below[each], told)]
+    return found
 
 
 def _is_own(module: nn.Module, method: str) -> bool:
