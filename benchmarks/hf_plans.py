@@ -32,9 +32,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 import transformers
 from hf_configs import architectures, options_of, small_config
 from torch import nn
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from dtplan._errors import BindError
 from dtplan.author.importers import from_hf
@@ -123,10 +126,6 @@ def shares(model: nn.Module, plan: Any) -> Record:
 
 def sharded_by_transformers(rank: int, model_type: str, name: str, options: dict[str, Any], store: str) -> Record:
     """One rank of two: transformers applies its plan to the live model, which is compared with the unsharded one."""
-    import torch.distributed as dist
-    from transformers.distributed.configuration_utils import DistributedConfig
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     model = live_model(getattr(transformers, name), small_config(model_type, options), 0)
     batch = token_batch(model.config, rows=4, length=16, seed=0)
@@ -135,7 +134,7 @@ def sharded_by_transformers(rank: int, model_type: str, name: str, options: dict
     largest = max(grad.abs().max().item() for grad in truth.grads.values())
     zero = {n for n, grad in truth.grads.items() if grad.abs().max().item() <= 1e-13 * largest}
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    rules, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))  # type: ignore[operator]
+    rules, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))  # type: ignore[operator]  # noqa: SLF001
     for tied in getattr(model, "_tied_weights_keys", None) or {}:  # as when loading: sharded first, tied after
         owner, _, last = tied.rpartition(".")
         if tied in dict(model.named_parameters(remove_duplicate=False)):
@@ -220,7 +219,7 @@ def in_processes(jobs: list[tuple[Callable[..., Record], tuple[Any, ...]]], seco
 # ---------------------------------------------------------------------------------------------------------- the sweep
 
 
-def architecture(model_type: str, name: str, vary: bool) -> Record:
+def architecture(model_type: str, name: str, vary: bool) -> Record:  # noqa: FBT001 - of a process
     """Every case of one architecture."""
     start = time.monotonic()
     try:
@@ -246,7 +245,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def sweep(wanted: list[tuple[str, str]], jobs: int, vary: bool) -> Iterator[tuple[str, Record]]:
+def sweep(wanted: list[tuple[str, str]], jobs: int, *, vary: bool) -> Iterator[tuple[str, Record]]:
     """Architectures as they are done, ``jobs`` at a time."""
     waiting, running = list(wanted), {}
     while waiting or running:
@@ -281,7 +280,7 @@ def main() -> int:
     kept = json.loads(file.read_text())["architectures"] if file.is_file() else {}
     every = list(architectures())
     wanted = [pair for pair in every if not args.only or pair[0] in args.only.split(",")]
-    for model_type, told in sweep(wanted, args.jobs, not args.no_options):
+    for model_type, told in sweep(wanted, args.jobs, vary=not args.no_options):
         kept[model_type] = told
         for case, each in told["cases"].items():
             hf = each.get("transformers", {}).get("verdict", "")
