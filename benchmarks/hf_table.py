@@ -6,8 +6,9 @@ python benchmarks/hf_table.py benchmarks/results/hf-plans.json > docs/hf-plans.m
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,22 +103,21 @@ def share(case: Record, what: str) -> float | None:
 
 
 def _refuted(rows: Mapping[str, Any]) -> str:
-    lines = [
-        "## Refuted",
-        "",
-        "| model type | case | found by the proof | transformers' own run |",
-        "| --- | --- | --- | --- |",
-    ]
+    lines = ["## Refuted", "", "| model type | case | found by the proof | transformers' own run |"]
+    lines.append("| --- | --- | --- | --- |")
     for name, row in rows.items():
-        told: dict[tuple[str, str], list[str]] = {}
+        told: dict[str, dict[str, Record]] = {}
         for case, each in row["cases"].items():
             if verdict(each) == "refuted":
-                told.setdefault((_found(each), _own(each)), []).append(case or "as it is")
-        lines += [f"| {name} | {', '.join(cases)} | {found} | {own} |" for (found, own), cases in told.items()]
+                told.setdefault(_found(each), {})[case or "as it is"] = each
+        for found, cases in told.items():
+            spelled = ", ".join(cases) if len(cases) < len(row["cases"]) else "every case"
+            lines.append(f"| {name} | {spelled} | {found}{_wrong(cases.values())} | {_own(cases.values())} |")
     return "\n".join([*lines, ""])
 
 
 def _found(case: Record) -> str:
+    """The first finding, without numbers."""
     findings = case.get("findings") or []
     if not findings:
         return _cell(case.get("reason", ""))
@@ -125,19 +125,35 @@ def _found(case: Record) -> str:
     where = _generic(first["name"])
     if first["kind"] == "crash":
         return _cell(f"`{where}` crashes: {first['says'].split('; shapes')[0][:140]}")
-    text = f"`{where}`: {first['what']}, {first['kind']}"
-    worst = max(case["wrong"].values(), default=0.0)
-    tried = f"; {first['advice']}: {first['tried']}" if first["tried"].startswith("with this") else ""
-    return _cell(f"{text}; {len(case['wrong'])} tensors wrong, by up to {worst:.0%}{tried}")
+    tried = f"; {_generic(first['advice'])}: {first['tried']}" if first["tried"].startswith("with this") else ""
+    return _cell(f"`{where}`: {first['what']}, {first['kind']}{tried}")
 
 
-def _own(case: Record) -> str:
-    own = case["transformers"]
-    if own["verdict"] == "crash":
-        return _cell(f"crashes: {own['reason'][:140]}")
-    theirs, ours = own["wrong"], case.get("wrong", {})
-    same = sum(abs(theirs[n] - ours[n]) <= 1e-6 * ours[n] for n in theirs.keys() & ours.keys())
-    return f"wrong: {len(theirs)} tensors, {same} of them with the same error"
+def _wrong(cases: Iterable[Record]) -> str:
+    """How many tensors are wrong, and by how much the worst is."""
+    wrong = [case["wrong"] for case in cases if case.get("wrong")]
+    if not wrong:
+        return ""
+    worst = max(max(errors.values()) for errors in wrong)
+    return f"; {_span([len(errors) for errors in wrong])} tensors wrong, by up to {worst:.0%}"
+
+
+def _own(cases: Iterable[Record]) -> str:
+    crashes = {case["transformers"]["reason"] for case in cases if case["transformers"]["verdict"] == "crash"}
+    if crashes:
+        return _cell("crashes: " + "; ".join(sorted(reason[:140] for reason in crashes)))
+    both = [(case["transformers"]["wrong"], case.get("wrong", {})) for case in cases]
+    same = all(
+        theirs.keys() == ours.keys() and all(abs(theirs[n] - ours[n]) <= 1e-6 * ours[n] for n in ours)
+        for theirs, ours in both
+    )
+    counted = _span([len(theirs) for theirs, _ in both])
+    return f"wrong: {'the same' if same else counted} tensors{', by the same' if same else ''}"
+
+
+def _span(numbers: Iterable[int]) -> str:
+    numbers = sorted(set(numbers))
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def _odd(rows: Mapping[str, Any]) -> str:
@@ -195,7 +211,7 @@ def _columns(name: str, row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _generic(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _cell(text: str) -> str:
