@@ -48,7 +48,7 @@ from dtplan.prove.ranks import compare
 from dtplan.prove.shrink import live_model, token_batch
 
 fork = multiprocessing.get_context("fork")
-PROOF_S, HF_S = 240.0, 120.0
+PROOF_S, HF_S = 600.0, 300.0
 Record = dict[str, Any]
 
 # -------------------------------------------------------------------------------------------------------- one import
