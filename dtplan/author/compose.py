@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dtplan.author.cutting import Cutting, cutting_of
@@ -41,10 +43,12 @@ class Block:
     def compose(self) -> None:
         """Fill ``rules``."""
         self.branches = branches_of(self.trace)
-        parallel = self._is_parallel()
-        for branch in self.branches:
-            cuttings = [cutting_of(self.module, self.trace, g, self.units.known) for g in branch.groups]
-            self.cuttings += cuttings
+        known = self.units.known
+        found = [[cutting_of(self.module, self.trace, g, known) for g in branch.groups] for branch in self.branches]
+        self.cuttings = [cutting for cuttings in found for cutting in cuttings]
+        counts = {part.count for c in self.cuttings for lies in c.parameters.values() for part in lies.parts}
+        parallel = self._is_parallel() and not self.units.keeps_whole(counts)
+        for branch, cuttings in zip(self.branches, found, strict=True):
             form = "parallel" if parallel else self._form(branch)
             self.chosen[branch.root] = form
             self._branch(branch, cuttings, form)
@@ -99,7 +103,7 @@ class Block:
             return "region" if (many or bare) and branch.root else "own"
         if branch.root and branch.root not in roots:
             return "outer"
-        return "region"
+        return "region" if branch.root or branch.direct else "own"
 
     def _called_often(self, products: Sequence[Product]) -> bool:
         return any(self.trace.times[p.parameter.rpartition(".")[0]] != 1 for p in products) or len(products) > 1
@@ -144,6 +148,9 @@ class Block:
             self._owner(owner, cutting, form)
         for owner, path in cutting.numbers or ():
             self._localize(f"{inside}.{owner}".strip("."), path)
+        if cutting.per_unit is not None and (unit := self.units.share(cutting.kv_units)):
+            for owner, path in cutting.per_unit:
+                self._localize_per(f"{inside}.{owner}".strip("."), path, unit)
         if cutting.numbers is None:
             notes = ("its forward needs numbers of the whole, and no set of its attributes makes it work on a part:",)
             self._put(inside, {"style": "todo"}, notes=(*notes, "write `localize: [...]` with what it reshapes by"))
@@ -197,7 +204,7 @@ class Block:
         elif weight is not None and weight.kind == "cut" and owner in cutting.norms:
             self._put(owner, {"style": "sharded_norm", **self._units_of(weight)})
         elif weight is not None and weight.kind == "cut" and self._is_styled(f"{owner}.weight", "colwise", weight.dim):
-            self._put(owner, {"style": "colwise", **self._units_of(weight)})
+            self._put(owner, {"style": "colwise", **self._like(f"{owner}.weight"), **self._units_of(weight)})
         elif own and all(one.kind == "whole" for one in own.values()) and owner != cutting.group.root:
             self._put(owner, {"style": "replicate", "grad": "sum"})
         else:
@@ -209,7 +216,8 @@ class Block:
         often = self.trace.times[owner] != 1
         output = "P" if form in ("parallel", "region") or often else {"outer": "sum"}.get(form, "residual")
         if self._is_styled(f"{owner}.weight", "rowwise", weight.dim):
-            self._put(owner, {"style": "rowwise", **self._units_of(weight), "output": output})
+            like = self._like(f"{owner}.weight")
+            self._put(owner, {"style": "rowwise", **like, **self._units_of(weight), "output": output})
             return
         self._put(owner, {"output": output})
         self._put(f"{owner}.weight", {"shard": weight.dim, **self._units_of(weight)})
@@ -226,6 +234,11 @@ class Block:
                 self._put(path, {"grad": "sum"})
             elif one.kind == "apart":
                 self._put(path, {"once": True}, remark="added behind the cut work, so one rank adds it")
+
+    def _like(self, parameter: str) -> dict[str, str]:
+        """`like: Linear` for a class of its own that was seen to compute what a Linear does."""
+        owner = self.module.get_submodule(parameter.rpartition(".")[0])
+        return {} if module_kind(owner) in ("Linear", "Conv1D") else {"like": "Linear"}
 
     def _units_of(self, lies: Lies) -> dict[str, Any]:
         parts = lies.parts
@@ -317,7 +330,8 @@ class Block:
 
     def _is_styled(self, parameter: str, style: str, dim: int | None = None) -> bool:
         owner, _, leaf = parameter.rpartition(".")
-        table = CUTS[style].get(module_kind(self.module.get_submodule(owner)))
+        module = self.module.get_submodule(owner)
+        table = CUTS[style].get("Linear" if computes_linear(module) else module_kind(module))
         return table is not None and leaf in table and dim in (None, table[leaf])
 
     def _localize(self, name: str, number: str) -> None:
@@ -327,10 +341,27 @@ class Block:
         keys["localize"] = [*keys.get("localize", []), number]
         self._put(name, keys, remark=known.remark if known else "")
 
+    def _localize_per(self, name: str, number: str, unit: str) -> None:
+        known = self.rules.get(pattern_of(name))
+        before = known.keys.get("localize_per", {}) if known else {}
+        self._put(name, {"localize_per": {**before, number: unit}}, remark=known.remark if known else "")
+
     def _put(self, name: str, keys: Mapping[str, Any], *, notes: tuple[str, ...] = (), remark: str = "") -> None:
         path = pattern_of(name)
         merged = {**(self.rules[path].keys if path in self.rules else {}), **keys}
         self.rules[path] = RuleDraft(path=path, keys=merged, notes=notes, remark=remark)
+
+
+def computes_linear(module: nn.Module) -> bool:
+    """Whether a Linear, or a class made from it, computes what a Linear does; told by running it."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    x = torch.randn(3, 5, module.weight.shape[1], dtype=module.weight.dtype)
+    try:
+        with torch.no_grad():
+            return bool(torch.allclose(module(x), F.linear(x, module.weight, module.bias)))
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def _gathered(rules: Sequence[RuleDraft]) -> list[RuleDraft]:

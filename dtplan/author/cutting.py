@@ -29,6 +29,10 @@ class Cutting:
     """Those that move columns."""
     numbers: tuple[Number, ...] | None
     """None where no set of them makes ranks compute what the whole does."""
+    per_unit: tuple[Number, ...] | None = None
+    """Numbers that count for each kv head, where several ranks may have one; None where they may not."""
+    kv_units: int = 0
+    """Of kv heads, where they are fewer than heads."""
     why_not: str = ""
     """What was seen where no cut fits."""
 
@@ -62,7 +66,12 @@ def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) ->
     if cutting.why_not:
         return cutting
     bench = Bench(block, trace, group, _like_experts(parameters), inputs, found.norms, frozenset(known))
-    return dataclasses.replace(cutting, numbers=bench.numbers())
+    numbers = bench.numbers()
+    counts = sorted({part.count for one in parameters.values() for part in one.parts if one.kind == "cut"})
+    if numbers is None or len(counts) != 2 or counts[1] % counts[0] or any(len(one.parts) > 1 for one in cut):
+        return dataclasses.replace(cutting, numbers=numbers)
+    per_unit = bench.numbers_per_unit(counts[0], counts[1] // counts[0], numbers)
+    return dataclasses.replace(cutting, numbers=numbers, per_unit=per_unit, kv_units=counts[0])
 
 
 def _units(cut: list[Lies], columns: int) -> int | None:

@@ -57,6 +57,7 @@ def draft_plan(real: nn.Module) -> PlanDraft:
         name=str(getattr(real.config, "model_type", name)),
         serves=(name,),
         units=units.in_order(),
+        unit_notes=units.notes,
         rules=tuple(rules),
         ties=_ties(real, {rule.path for rule in rules}),
         te=fused_layers(small.model, layers, blocks, rules),
