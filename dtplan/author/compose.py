@@ -148,7 +148,7 @@ class Block:
             self._owner(owner, cutting, form)
         for owner, path in cutting.numbers or ():
             self._localize(f"{inside}.{owner}".strip("."), path)
-        if cutting.per_unit is not None and (unit := self.units.share(cutting.kv_units)):
+        if cutting.per_unit is not None and (unit := self.units.shared(cutting.kv_units)):
             for owner, path in cutting.per_unit:
                 self._localize_per(f"{inside}.{owner}".strip("."), path, unit)
         if cutting.numbers is None:

@@ -95,14 +95,18 @@ class Units:
             sorted(self.used.items(), key=lambda item: (order + [item[0]]).index(item[0]) + (item[0] == "vocab"))
         )
 
-    def share(self, count: int) -> str | None:
-        """The unit of ``count`` where a real model has so few that ranks of usual degrees must share one; else None."""
+    def shared(self, count: int) -> str | None:
+        """The unit of ``count``, of which several ranks may have the same one.
+
+        Where the real model has so few that usual degrees need it, the unit says so.
+        """
         counted = next((one for one in self.counted() if one.count == count), None)
-        if counted is None or not 1 < self._really(counted.field) < _USUAL_DEGREE:
+        if counted is None:
             return None
         fields = self.used.get(counted.unit)
-        self.used[counted.unit] = {"field": fields, "indivisible": "replicate_kv"}
-        self.notes[counted.unit] = "above their number, ranks share one"
+        if 1 < self._really(counted.field) < _USUAL_DEGREE and not isinstance(fields, dict):
+            self.used[counted.unit] = {"field": fields, "indivisible": "replicate_kv"}
+            self.notes[counted.unit] = "above their number, ranks share one"
         return counted.unit
 
     def keeps_whole(self, counts: Iterable[int]) -> bool:
