@@ -264,14 +264,11 @@ def with_outputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = inner(*args, **kwargs)
         for move in moves:
-            if move.value is None:
-                out = moved(out, move, tp, bound.pattern)
+            if isinstance(out, tuple):
+                i = move.value or 0
+                out = (*out[:i], moved(out[i], move, tp, bound.pattern), *out[i + 1 :])
             else:
-                out = (
-                    *out[: move.value],
-                    moved(out[move.value], move, tp, bound.pattern),
-                    *out[move.value + 1 :],
-                )
+                out = moved(out, move, tp, bound.pattern)
         return out
 
     return forward

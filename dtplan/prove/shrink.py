@@ -48,6 +48,8 @@ class Choice:
 
 LEAST_VOCABULARY = 64
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
+_ALIASES = {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"}
+"""Names of fields that a class may use without mapping them (Falcon)."""
 WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner")
 _NO_SIZES = ("dtype", "use_cache", "transformers_version")
 _WINDOW = 4
@@ -134,7 +136,8 @@ class Reader:
 
     def key(self, field: str) -> str:
         """The class's own name of a field."""
-        return str((getattr(self._config, "attribute_map", None) or {}).get(field, field))
+        name = str((getattr(self._config, "attribute_map", None) or {}).get(field, field))
+        return name if name in self._given else _ALIASES.get(field, name)
 
     def get(self, field: str) -> Any:
         """A field, or None."""
