@@ -139,12 +139,12 @@ def main() -> None:
                     worker.rounds.append(found)
         lengths = [int(text) for text in args.sequences.split(",") if text]
         longer = {length: {w.mode: w.ask(("sequence", length), 120) for w in workers if w.pipe} for length in lengths}
+        report([w for w in workers if w.rounds], {w.mode: w.why for w in workers if not w.rounds}, rates, args, longer)
         for worker in workers if args.profile else ():
-            print(f"--- {worker.mode}\n{worker.ask('profile')}", flush=True)
+            print(f"--- {worker.mode}\n{worker.ask('profile', 60)}", flush=True)
         for worker in workers:
             worker.ask("end", 5) if worker.pipe is not None else None
             worker.process.terminate()
-    report([w for w in workers if w.rounds], {w.mode: w.why for w in workers if not w.rounds}, rates, args, longer)
 
 
 def flops(tokens: int, args: argparse.Namespace) -> float:
