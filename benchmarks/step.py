@@ -126,7 +126,7 @@ def main() -> None:
         workers = [Worker(mode, number, args, listener, args.logs) for number, mode in enumerate(modes)]
         connect(workers, listener, 180)
         for worker in workers:
-            worker.ask("build", 150)
+            worker.ask("build", 75)
             print(f"{time.monotonic() - began:5.0f} s  {worker.mode}: {worker.why or 'built'}", flush=True)
         rates = []
         for _ in range(args.rounds):

@@ -297,6 +297,8 @@ class Mode:
         peak = torch.cuda.max_memory_allocated() / GIB
         gc.collect()
         torch.cuda.empty_cache()  # the other modes need the room
+        if self.graphed is not None:  # a graph keeps the memory of a step
+            peak = torch.cuda.memory_reserved() / GIB
         return {"seconds": seconds, "host": host, "peak_gib": peak, "loss": whole(loss), "tokens": self.tokens}
 
     def profile(self) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +57,7 @@ class Recorded:
         self.inputs: dict[str, Any] = {}
         self.grads: list[Tensor | None] = []
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, batch: Mapping[str, Any], *, accumulate: bool) -> Tensor:
         """Copy the batch to where the graph reads it, and play the graph."""
@@ -83,14 +83,16 @@ class Recorded:
         return loss.clone()
 
     def _warm_up(self) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), self._masks():
             for _ in range(_WARMUP):
                 self._forget()
                 self.loss_of(**self.inputs).backward()
             self._forget()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _masks(self) -> AbstractContextManager[None]:
+        return _masks_as_recorded(packed="position_ids" in self.inputs)
 
     def _forget(self) -> None:
         for parameter in self.parameters:
@@ -102,9 +104,9 @@ class Recorded:
         pool = self._graphs[False][0].pool() if self._graphs else None
         try:
             with (
-                _positions_known("position_ids" not in self.inputs),
+                self._masks(),
                 # other threads may use the GPU meanwhile: autograd's runs the backward
-                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 loss = self.loss_of(**self.inputs)
                 loss.backward()
@@ -133,25 +135,21 @@ def _told(shapes: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _positions_known(known: bool) -> Iterator[None]:  # noqa: FBT001 - a condition, not an option
-    """While positions are those of whole sequences, spare transformers the look at their values (5.17 to 5.24).
+def _masks_as_recorded(*, packed: bool) -> Iterator[None]:
+    """Let transformers decide about masks as it must while recording, by no value that the host would wait for.
 
-    It looks for packed sequences by a value that the host must wait for, and while recording it takes all for packed,
-    which costs a mask and the fast attention kernels.
+    Warm-up and recording then run the same code. Tried on 5.17 and 5.24: without this, 5.17 takes the lack of a padding
+    mask for a reason to make one, and both take every batch for packed, which costs the fast attention kernels.
+    ``packed``: the batch says its positions, so it may hold several sequences in a row.
     """
-    if not known:
-        yield
-        return
     from transformers import masking_utils
 
-    looked = masking_utils.find_packed_sequence_indices
-
-    @functools.wraps(looked)
-    def none_packed(position_ids: Tensor) -> None:
-        return None
-
-    masking_utils.find_packed_sequence_indices = none_packed
+    masks: Any = masking_utils
+    before = masks.is_tracing, masks.find_packed_sequence_indices
+    masks.is_tracing = lambda tensor=None: tensor is not None
+    if not packed:
+        masks.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = looked
+        masks.is_tracing, masks.find_packed_sequence_indices = before
