@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -380,4 +381,9 @@ def _pairs(settings: list[str]) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:  # noqa: BLE001 - told, then out
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a rank that waits for its communicators while it ends would keep the others waiting

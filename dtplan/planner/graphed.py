@@ -35,10 +35,10 @@ class GraphedStep:
         why = None
         if bound.degrees["shard"] * bound.degrees["replicate"] > 1:
             why = "FSDP2 is around the model, whose own streams are not recorded"
-        elif any(parameter.device.type != "cuda" for parameter in model.parameters()):
-            why = "the model is not on GPUs"
         elif model.training and drops(model):
             why = "the model drops values at random, and a graph would drop the same ones in every step"
+        elif any(parameter.device.type != "cuda" for parameter in model.parameters()):
+            why = "the model is not on GPUs"
         if why is not None:
             raise ApplyError(f"GraphedStep: {why}; call model(...) and loss.backward() instead")
         self._step = Recorded(model, lambda **batch: model(**batch).loss)
