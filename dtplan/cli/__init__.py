@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, compare, plans, prove, show
+from dtplan.cli import checkpoints, compare, lock, plans, prove, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,6 +23,7 @@ for command in (
     plans.lint,
     show.show,
     compare.diff,
+    lock.lock_command,
     prove.prove,
     checkpoints.roundtrip,
     checkpoints.convert,
