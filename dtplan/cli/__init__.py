@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, compare, lock, plans, prove, show
+from dtplan.cli import checkpoints, compare, doctor, lock, plans, prove, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,6 +24,7 @@ for command in (
     show.show,
     compare.diff,
     lock.lock_command,
+    doctor.doctor,
     prove.prove,
     checkpoints.roundtrip,
     checkpoints.convert,
