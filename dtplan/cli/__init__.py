@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, compare, doctor, lock, plans, prove, show
+from dtplan.cli import checkpoints, compare, completion, doctor, lock, plans, prove, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,6 +30,7 @@ for command in (
     checkpoints.convert,
     plans.schema,
     plans.explain,
+    completion.completion,
 ):
     cli.add_command(command)
 
