@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dtplan.planner.degrees import Degrees
     from dtplan.planner.graphed import GraphedStep
     from dtplan.planner.loss import cross_entropy
+    from dtplan.report.diff import diff
     from dtplan.smp import State, get_state, init, is_initialized, reset, transform
     from dtplan.training.checkpoints import Resumed, TrainingCheckpoints
     from dtplan.weights.api import load, save
@@ -47,6 +48,7 @@ _HOMES = {
     "clip_grad_norm_": "dtplan.planner.clip",
     "compile_model": "dtplan.planner.compiled",
     "cross_entropy": "dtplan.planner.loss",
+    "diff": "dtplan.report.diff",
     "parallelize": "dtplan.planner.apply",
     "State": "dtplan.smp",
     "get_state": "dtplan.smp",
@@ -83,6 +85,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile_model",
     "cross_entropy",
+    "diff",
     "get_state",
     "init",
     "initialize",

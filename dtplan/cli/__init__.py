@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, plans, prove, show
+from dtplan.cli import checkpoints, compare, completion, doctor, lock, plans, prove, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -22,11 +22,15 @@ for command in (
     plans.list_plans,
     plans.lint,
     show.show,
+    compare.diff,
+    lock.lock_command,
+    doctor.doctor,
     prove.prove,
     checkpoints.roundtrip,
     checkpoints.convert,
     plans.schema,
     plans.explain,
+    completion.completion,
 ):
     cli.add_command(command)
 
