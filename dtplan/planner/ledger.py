@@ -119,19 +119,24 @@ def _moves(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
     for module in bound.modules:
         shared = () if module.shared is None else (module.shared,)
         for move in (*module.inputs, *shared, *module.outputs):
-            forward, backward = _OPS[move.op]
-            size = tokens * _features(bound, move)
-            for direction, kind in (("forward", forward), ("backward", backward)):
-                if kind is not None:
-                    yield Entry(
-                        layer=layer_of(bound, module),
-                        cause=module.pattern,
-                        kind=kind,
-                        axis="tp",
-                        direction=direction,  # type: ignore[arg-type]
-                        count=len(module.names),
-                        bytes=size,
-                    )
+            yield from move_entries(bound, module, move, tokens)
+
+
+def move_entries(bound: BoundPlan, module: BoundModule, move: BoundMove, tokens: int) -> Iterator[Entry]:
+    """The collectives of one move of ``module``; ``tokens`` is the bytes of one feature of the whole batch."""
+    forward, backward = _OPS[move.op]
+    size = tokens * _features(bound, move)
+    for direction, kind in (("forward", forward), ("backward", backward)):
+        if kind is not None:
+            yield Entry(
+                layer=layer_of(bound, module),
+                cause=module.pattern,
+                kind=kind,
+                axis="tp",
+                direction=direction,  # type: ignore[arg-type]
+                count=len(module.names),
+                bytes=size,
+            )
 
 
 def _features(bound: BoundPlan, move: BoundMove) -> int:

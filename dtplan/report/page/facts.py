@@ -1,0 +1,141 @@
+"""What the first screen says: a sentence, the bytes of a rank, collectives against the floor, what to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dtplan.planner.bound import BoundPlan
+from dtplan.planner.ledger import Floor, Ledger
+from dtplan.report.page.mesh import Mesh
+from dtplan.report.page.moves import WORDS
+from dtplan.report.page.proofs import ProofView
+from dtplan.report.page.words import percent, sharded_share
+
+STATES = (("parameters", 1), ("gradients", 1), ("AdamW moments", 2))
+"""What a rank keeps between steps, in sizes of its parameters, all in the parameters' dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A piece of a bar: bytes, and where it lies (percent)."""
+
+    name: str
+    bytes: int
+    at: float
+    width: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The overview."""
+
+    essence: tuple[str, ...]
+    share: str
+    model_bytes: int
+    tp_bytes: int
+    """Of a rank after tp alone."""
+    rank_bytes: int
+    states: tuple[Part, ...]
+    state_bytes: int
+    wire: tuple[Part, ...]
+    """Bytes that a rank sends in a step, by axis."""
+    wire_bytes: int
+    calls: int
+    warnings: tuple[str, ...]
+
+
+def facts(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | None) -> Facts:
+    """The overview of a bound plan."""
+    whole, kept = bound.parameter_bytes()
+    wire = {axis: 0 for axis in ("tp", "shard", "replicate")}
+    for entry in book.entries:
+        wire[entry.axis] += entry.wire_bytes(bound.degrees[entry.axis])
+    return Facts(
+        essence=tuple(_essence(bound, book)),
+        share=percent(sharded_share(bound)),
+        model_bytes=whole,
+        tp_bytes=_after_tp(bound),
+        rank_bytes=kept,
+        states=tuple(_bar([(name, times * kept) for name, times in STATES])),
+        state_bytes=sum(times * kept for _, times in STATES),
+        wire=tuple(_bar([(axis, sent) for axis, sent in wire.items() if sent])),
+        wire_bytes=sum(wire.values()),
+        calls=sum(entry.count for entry in book.entries),
+        warnings=tuple(_warnings(bound, book, mesh, proof)),
+    )
+
+
+def _after_tp(bound: BoundPlan) -> int:
+    """Bytes of a rank's parameters before FSDP2 cuts them."""
+    return replace(bound, degrees={**bound.degrees, "shard": 1}).parameter_bytes()[1]
+
+
+def _bar(parts: list[tuple[str, int]]) -> Iterator[Part]:
+    total, at = sum(size for _, size in parts) or 1, 0.0
+    for name, bytes_ in parts:
+        width = 100 * bytes_ / total
+        yield Part(name=name, bytes=bytes_, at=round(at, 3), width=round(width, 3))
+        at += width
+
+
+def _essence(bound: BoundPlan, book: Ledger) -> Iterator[str]:
+    shard = bound.degrees["shard"]
+    if bound.tp > 1:
+        then = f", and FSDP2 leaves 1/{shard} of that between steps" if shard > 1 else ""
+        yield f"Each rank holds 1/{bound.tp} of {percent(sharded_share(bound))} of the parameters{then}."
+    elif shard > 1:
+        yield f"FSDP2 leaves each rank 1/{shard} of every parameter between steps."
+    else:
+        yield "Every rank holds the whole model."
+    yield from (f"A layer makes {floor_words(floor, book)}." for floor in _kinds(book.floors))
+
+
+def _kinds(floors: tuple[Floor, ...]) -> list[Floor]:
+    """One of those that say the same."""
+    said = {(f.forward, f.backward, f.floor_forward, f.floor_backward): f for f in reversed(floors)}
+    return list(said.values())[::-1]
+
+
+def floor_words(floor: Floor, book: Ledger) -> str:
+    """`2 + 2 all-reduces: the floor`."""
+    kinds = {e.kind for e in book.entries if e.axis == "tp" and e.layer == floor.layer and "gradients" not in e.cause}
+    word = f"{WORDS[next(iter(kinds))]}s" if len(kinds) == 1 else "collectives"
+    counts = f"{floor.forward} + {floor.backward} {word}"
+    if above(floor):
+        return f"{counts}, above the floor of {floor.floor_forward} + {floor.floor_backward}"
+    return f"{counts}: the floor"
+
+
+def above(floor: Floor) -> bool:
+    """Whether a layer makes more collectives than it must."""
+    return floor.forward > floor.floor_forward or floor.backward > floor.floor_backward
+
+
+def _warnings(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | None) -> Iterator[str]:
+    for floor in book.floors:
+        if above(floor):
+            yield f"{floor.layer}: {floor_words(floor, book)}"
+            yield from floor.excess
+    if mesh.crosses:
+        yield "A tp group spans hosts: its collectives leave the fast links inside a host"
+    if bound.tp > 1 and sharded_share(bound) < 0.9:
+        yield f"tp cuts only {percent(sharded_share(bound))} of the parameters; every rank holds all of the rest"
+    for module in bound.modules:
+        if module.later:
+            yield f"{module.pattern}: not applied yet: {', '.join(module.later)}"
+    for unit in bound.units:
+        if bound.tp > 1 and unit.count % bound.tp:
+            then = "rank 0 holds more than the last rank" if unit.indivisible == "uneven" else unit.indivisible
+            yield f"{unit.name}: {unit.count} is not a multiple of {bound.tp}: {then}"
+    if proof is not None:
+        yield from _doubts(proof)
+
+
+def _doubts(proof: ProofView) -> Iterator[str]:
+    if not proof.of_this_plan:
+        yield f"The proof is of another plan or model ({proof.architecture}, plan {proof.digest[:12]})"
+    elif proof.verdict != "proved":
+        yield f"The proof says: {proof.verdict}"
+    elif not proof.covers:
+        yield "The proof has no leg at this tp degree and these switches"

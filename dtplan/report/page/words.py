@@ -1,0 +1,30 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from dtplan.report.show import _sharded_share as sharded_share
+from dtplan.report.show import _size as size
+
+__all__ = ["chip", "dims", "percent", "sharded_share", "size"]
+
+
+def chip(layout: str) -> str:
+    """`S(0)` as `S0`."""
+    return layout.replace("(", "").replace(")", "")
+
+
+def dims(shape: Iterable[int]) -> str:
+    """A shape with thin marks between its dims."""
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+def percent(share: float) -> str:
+    """A share, rounded down, so that 100 % is said of all and 0 % of none."""
+    if share in (0.0, 1.0):
+        return f"{share:.0%}".replace("%", " %")
+    digits = 1 if 0.001 <= share <= 0.999 else 3
+    scale = 10**digits
+    return f"{max(math.floor(share * 100 * scale), 1) / scale:.{digits}f} %"
