@@ -11,7 +11,7 @@ from dtplan.report.page.moves import MoveView
 from dtplan.report.page.tree import Row
 
 MovesOf = Callable[[Row], list[MoveView]]
-PIXELS = 66.0
+PIXELS = 96.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from dtplan.planner.bound import BoundPlan
 from dtplan.report.page.tree import ranges
 
 MAX_ROWS, MAX_BLOCKS, MAX_COLUMNS = 8, 4, 64
-_GAP, _LABEL, _PAD = 14, 14, 4
+_GAP, _LABEL, _PAD, _BETWEEN = 14, 16, 3, 4
+_WIDTH, _HEIGHT, _LARGEST, _SMALLEST = 330, 390, 36, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,38 +56,52 @@ class Mesh:
 def mesh(bound: BoundPlan, gpus_per_host: int) -> Mesh:
     """The picture of the degrees on hosts of ``gpus_per_host`` ranks; large meshes are drawn in part."""
     replicas, shards, tp = (bound.degrees[axis] for axis in ("replicate", "shard", "tp"))
-    side = 28 if tp <= 8 else 18 if tp <= 16 else 12
     blocks, rows, columns = min(replicas, MAX_BLOCKS), min(shards, MAX_ROWS), min(tp, MAX_COLUMNS)
-    across = _across(blocks, columns * side)
-    width, height = columns * side, rows * side
+    side, across = _fit(blocks, rows, columns)
+    wide, high = _span(columns, side, gpus_per_host), _span(rows, side, max(1, gpus_per_host // tp))
+    label = _LABEL if replicas > 1 else 0
     cells: list[Cell] = []
-    frames: list[Box] = []
+    labels: list[Box] = []
     for block in range(blocks):
-        left = _PAD + (block % across) * (width + _GAP)
-        top = _PAD + (block // across) * (height + _GAP + _LABEL) + (_LABEL if replicas > 1 else 0)
-        frames.append(Box(x=left, y=top, width=width, height=height, label=f"replica {block}" if replicas > 1 else ""))
+        left = _PAD + (block % across) * (wide + _GAP)
+        top = _PAD + (block // across) * (high + _GAP + label) + label
+        labels.append(Box(x=left, y=top, width=wide, height=high, label=f"replica {block}" if label else ""))
         for row in range(rows):
+            y = top + _at(row, side, max(1, gpus_per_host // tp))
             for column in range(columns):
-                rank = (block * shards + row) * tp + column
-                place = {"x": left + column * side, "y": top + row * side, "host": rank // gpus_per_host}
-                cells.append(Cell(rank=rank, replicate=block, shard=row, tp=column, **place))
+                x, rank = left + _at(column, side, gpus_per_host), (block * shards + row) * tp + column
+                host = rank // gpus_per_host
+                cells.append(Cell(x=x, y=y, rank=rank, replicate=block, shard=row, tp=column, host=host))
     ranks = replicas * shards * tp
     return Mesh(
-        width=2 * _PAD + min(blocks, across) * (width + _GAP) - _GAP,
+        width=2 * _PAD + min(blocks, across) * (wide + _GAP) - _GAP,
         height=max(cell.y for cell in cells) + side + _PAD,
         side=side,
         cells=tuple(cells),
         hosts=tuple(_hosts(cells, side, ranks, gpus_per_host)),
-        blocks=tuple(frames),
+        blocks=tuple(labels),
         notes=tuple(_notes(bound, blocks, rows, columns)),
         crosses=min(tp, ranks) > gpus_per_host or (ranks > gpus_per_host and gpus_per_host % tp != 0),
         host_count=-(-ranks // gpus_per_host),
     )
 
 
-def _across(blocks: int, width: int) -> int:
-    """Blocks side by side, as many as a narrow screen takes."""
-    return max(1, min(blocks, 330 // (width + _GAP)))
+def _fit(blocks: int, rows: int, columns: int) -> tuple[int, int]:
+    """The side of a cell and the blocks side by side: the largest cells with which all of it is on one screen."""
+    for side in range(_LARGEST, _SMALLEST, -2):
+        across = max(1, min(blocks, (_WIDTH + _GAP) // (columns * side + _GAP)))
+        if columns * side <= _WIDTH and -(-blocks // across) * (rows * side + _GAP) <= _HEIGHT:
+            return side, across
+    return _SMALLEST, 1
+
+
+def _at(number: int, side: int, group: int) -> int:
+    """Where cell ``number`` of a line begins, with a gap after every ``group``."""
+    return number * side + number // group * _BETWEEN
+
+
+def _span(count: int, side: int, group: int) -> int:
+    return _at(count - 1, side, group) + side
 
 
 def _hosts(cells: list[Cell], side: int, ranks: int, gpus: int) -> Iterator[Box]:
