@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dtplan.planner.compiled import compile_model
     from dtplan.planner.degrees import Degrees
     from dtplan.planner.loss import cross_entropy
+    from dtplan.report.diff import diff
     from dtplan.smp import State, get_state, init, is_initialized, reset, transform
     from dtplan.training.checkpoints import Resumed, TrainingCheckpoints
     from dtplan.weights.api import load, save
@@ -45,6 +46,7 @@ _HOMES = {
     "clip_grad_norm_": "dtplan.planner.clip",
     "compile_model": "dtplan.planner.compiled",
     "cross_entropy": "dtplan.planner.loss",
+    "diff": "dtplan.report.diff",
     "parallelize": "dtplan.planner.apply",
     "State": "dtplan.smp",
     "get_state": "dtplan.smp",
@@ -80,6 +82,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile_model",
     "cross_entropy",
+    "diff",
     "get_state",
     "init",
     "initialize",

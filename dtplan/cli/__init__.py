@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, plans, prove, report, show
+from dtplan.cli import checkpoints, compare, plans, prove, report, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,6 +23,7 @@ for command in (
     plans.lint,
     show.show,
     report.report,
+    compare.diff,
     prove.prove,
     checkpoints.roundtrip,
     checkpoints.convert,

@@ -151,6 +151,17 @@ class BoundPlan:
                     local += size * math.prod(self.shard_shape(tensor))
         return whole, local
 
+    def sharded_share(self) -> float:
+        """The share of parameter bytes that tp cuts; ties count once."""
+        whole = cut = 0
+        for module in self.modules:
+            for tensor in module.tensors:
+                if not tensor.buffer and tensor.tied_to is None:
+                    number = len(module.names) * math.prod(tensor.shape) * dtype_bytes(tensor.dtype)
+                    whole += number
+                    cut += number if tensor.placement.word == "S" else 0
+        return cut / whole if whole else 0.0
+
     def shard_shape(self, tensor: BoundTensor) -> tuple[int, ...]:
         """The shape that rank 0 keeps after FSDP2 cut dim 0 over the ``shard`` axis."""
         if tensor.buffer or not tensor.local_shape:

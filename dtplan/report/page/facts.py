@@ -10,7 +10,7 @@ from dtplan.planner.ledger import Floor, Ledger
 from dtplan.report.page.mesh import Mesh
 from dtplan.report.page.moves import WORDS
 from dtplan.report.page.proofs import ProofView
-from dtplan.report.page.words import percent, sharded_share
+from dtplan.report.page.words import percent
 
 STATES = (("parameters", 1), ("gradients", 1), ("AdamW moments", 2))
 """What a rank keeps between steps, in sizes of its parameters, all in the parameters' dtype."""
@@ -53,7 +53,7 @@ def facts(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | None) -
         wire[entry.axis] += entry.wire_bytes(bound.degrees[entry.axis])
     return Facts(
         essence=tuple(_essence(bound, book)),
-        share=percent(sharded_share(bound)),
+        share=percent(bound.sharded_share()),
         model_bytes=whole,
         tp_bytes=_after_tp(bound),
         rank_bytes=kept,
@@ -83,7 +83,7 @@ def _essence(bound: BoundPlan, book: Ledger) -> Iterator[str]:
     shard = bound.degrees["shard"]
     if bound.tp > 1:
         then = f", and FSDP2 leaves 1/{shard} of that between steps" if shard > 1 else ""
-        yield f"Each rank holds 1/{bound.tp} of {percent(sharded_share(bound))} of the parameters{then}."
+        yield f"Each rank holds 1/{bound.tp} of {percent(bound.sharded_share())} of the parameters{then}."
     elif shard > 1:
         yield f"FSDP2 leaves each rank 1/{shard} of every parameter between steps."
     else:
@@ -119,8 +119,8 @@ def _warnings(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | Non
             yield from floor.excess
     if mesh.crosses:
         yield "A tp group spans hosts: its collectives leave the fast links inside a host"
-    if bound.tp > 1 and sharded_share(bound) < 0.9:
-        yield f"tp cuts only {percent(sharded_share(bound))} of the parameters; every rank holds all of the rest"
+    if bound.tp > 1 and bound.sharded_share() < 0.9:
+        yield f"tp cuts only {percent(bound.sharded_share())} of the parameters; every rank holds all of the rest"
     for module in bound.modules:
         if module.later:
             yield f"{module.pattern}: not applied yet: {', '.join(module.later)}"

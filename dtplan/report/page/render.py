@@ -12,7 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dtplan import __version__
 from dtplan.report.page.view import View
-from dtplan.report.page.words import chip, dims, percent, size
+from dtplan.report.page.words import chip, dims, percent
+from dtplan.report.words import size
 
 
 

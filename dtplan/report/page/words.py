@@ -5,11 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from dtplan.report.show import _sharded_share as sharded_share
-from dtplan.report.show import _size as size
-
-__all__ = ["chip", "dims", "percent", "sharded_share", "size"]
-
 
 def chip(layout: str) -> str:
     """`S(0)` as `S0`."""
