@@ -69,7 +69,8 @@ class Page:
         """Load a file and wait until two frames were drawn after it; milliseconds."""
         self.events.clear()
         start = time.perf_counter()
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        if failed := self.call("Page.navigate", url=file.resolve().as_uri()).get("errorText"):
+            raise RuntimeError(f"{file}: {failed}")
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._message())
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
@@ -126,13 +127,13 @@ def page() -> Iterator[Page]:
         options = ["--headless", "--no-sandbox", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
         options += ["--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-background-networking"]
 
-        def pipes() -> None:  # Chromium reads commands from 3 and writes answers to 4
-            kept_in, kept_out = os.dup(theirs_in), os.dup(theirs_out)
-            os.dup2(kept_in, 3)
-            os.dup2(kept_out, 4)
-
+        # Chromium reads commands from 3 and writes answers to 4.
+        onto = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
         process = subprocess.Popen(
-            [find(), *options], preexec_fn=pipes, close_fds=False, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            ["/bin/sh", "-c", onto, find(), *options],
+            pass_fds=(theirs_in, theirs_out),
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
         )
         os.close(theirs_in)
         os.close(theirs_out)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from dtplan.cli.options import DTYPES
 from dtplan.plan.read import load_plan
+from dtplan.planner.bound import BoundPlan
+from dtplan.planner.bound_json import bound_from_json
+from dtplan.report.diff import diff
+
+_BOUND = (".json", ".lock")
+"""Files that hold a bound plan."""
 
 
 @click.command()
@@ -25,6 +33,7 @@ from dtplan.plan.read import load_plan
 @click.option("--te", is_flag=True, help="Which modules become TransformerEngine layers, and why others do not.")
 @click.option("--fp8", is_flag=True, help="The same for FP8, which needs dims that are multiples of 16.")
 @click.option("--proof", metavar="FILE", help="What `dtplan prove --json` printed.")
+@click.option("--against", metavar="PLAN|JSON", help="Show the difference from it.")
 @click.option("-o", "--output", default="report.html", show_default=True, metavar="FILE", help="Where to write it.")
 def report(
     plan: str,
@@ -42,11 +51,13 @@ def report(
     te: bool,
     fp8: bool,
     proof: str | None,
+    against: str | None,
     output: str,
 ) -> None:
     """Draw what PLAN (default: the built-in one for the model's class) does to a model: one HTML file."""
-    load_plan(plan) if plan != "auto" else None  # a wrong plan is told before torch is imported
-    from dtplan.planner.bind import bind
+    for given in {plan, against} - {"auto", None}:  # a wrong plan is told before torch is imported
+        None if Path(given).suffix in _BOUND else load_plan(given)
+    from dtplan.planner.bind import bind, find_plan
     from dtplan.planner.ledger import ledger
     from dtplan.planner.meta import meta_model
     from dtplan.report.fused import choice_of
@@ -55,25 +66,34 @@ def report(
 
     proved = None if proof is None else read_proof(proof)
     whole = meta_model(model)
-    bound = bind(
-        whole,
-        plan,
-        tp=tp,
-        shard=shard,
-        replicate=replicate,
-        sequence_parallel=sequence_parallel,
-        loss_parallel=loss_parallel,
-    )
+    chosen = find_plan(whole, plan, tp=tp)
+    degrees: dict[str, Any] = {"tp": tp, "shard": shard, "replicate": replicate}
+    switches = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+    bound = bind(whole, chosen, **degrees, **switches)
+    step: dict[str, Any] = {"batch": batch, "sequence": seq, "dtype": dtype}
+    other = None if against is None else _read(against) or bind(whole, against, **degrees, **switches)
     text = page(
         bound,
-        ledger(bound, batch=batch, sequence=seq, dtype=dtype),
+        ledger(bound, **step),
         model=Path(model).name,
         gpus_per_host=gpus_per_host,
         choice=choice_of(whole, bound, fp8=fp8) if te or fp8 else None,
         proof=proved,
+        difference=None if other is None else diff(other, bound, **step),
+        plan=chosen,
     )
     try:
         Path(output).write_text(text, encoding="utf-8")
     except OSError as error:
         raise click.BadParameter(f"cannot write {output}: {error.strerror}", param_hint="--output") from None
     click.echo(f"{output}: {len(text.encode()) / 1000:.0f} kB, one file; open it in a browser")
+
+
+def _read(given: str) -> BoundPlan | None:
+    """The bound plan in a file; None for a plan."""
+    if Path(given).suffix not in _BOUND:
+        return None
+    try:
+        return bound_from_json(json.loads(Path(given).read_text(encoding="utf-8")), given)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"{given}: {error}", param_hint="--against") from None

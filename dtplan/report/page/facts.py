@@ -27,6 +27,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FloorView:
+    """Collectives of a layer against the fewest; of ``count`` layers that make as many."""
+
+    floor: Floor
+    above: bool
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """The overview."""
 
@@ -42,13 +51,15 @@ class Facts:
     """Bytes that a rank sends in a step, by axis."""
     wire_bytes: int
     calls: int
+    kinds: tuple[FloorView, ...]
+    """Layers by their number of collectives."""
     warnings: tuple[str, ...]
 
 
 def facts(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | None) -> Facts:
     """The overview of a bound plan."""
     whole, kept = bound.parameter_bytes()
-    wire = {axis: 0 for axis in ("tp", "shard", "replicate")}
+    wire = dict.fromkeys(("tp", "shard", "replicate"), 0)
     for entry in book.entries:
         wire[entry.axis] += entry.wire_bytes(bound.degrees[entry.axis])
     return Facts(
@@ -62,6 +73,7 @@ def facts(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | None) -
         wire=tuple(_bar([(axis, sent) for axis, sent in wire.items() if sent])),
         wire_bytes=sum(wire.values()),
         calls=sum(entry.count for entry in book.entries),
+        kinds=tuple(_kinds(book.floors)),
         warnings=tuple(_warnings(bound, book, mesh, proof)),
     )
 
@@ -88,13 +100,18 @@ def _essence(bound: BoundPlan, book: Ledger) -> Iterator[str]:
         yield f"FSDP2 leaves each rank 1/{shard} of every parameter between steps."
     else:
         yield "Every rank holds the whole model."
-    yield from (f"A layer makes {floor_words(floor, book)}." for floor in _kinds(book.floors))
+    kinds = _kinds(book.floors)
+    for kind in kinds:
+        subject = "A layer makes" if len(kinds) == 1 else f"{kind.count} layers make"
+        yield f"{subject} {floor_words(kind.floor, book)}."
 
 
-def _kinds(floors: tuple[Floor, ...]) -> list[Floor]:
-    """One of those that say the same."""
-    said = {(f.forward, f.backward, f.floor_forward, f.floor_backward): f for f in reversed(floors)}
-    return list(said.values())[::-1]
+def _kinds(floors: tuple[Floor, ...]) -> list[FloorView]:
+    """Layers that make as many collectives, and need as many, together."""
+    together: dict[tuple[int, ...], list[Floor]] = {}
+    for f in floors:
+        together.setdefault((f.forward, f.backward, f.floor_forward, f.floor_backward), []).append(f)
+    return [FloorView(floor=fs[0], above=above(fs[0]), count=sum(f.count for f in fs)) for fs in together.values()]
 
 
 def floor_words(floor: Floor, book: Ledger) -> str:
@@ -113,10 +130,10 @@ def above(floor: Floor) -> bool:
 
 
 def _warnings(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | None) -> Iterator[str]:
-    for floor in book.floors:
-        if above(floor):
-            yield f"{floor.layer}: {floor_words(floor, book)}"
-            yield from floor.excess
+    for kind in _kinds(book.floors):
+        if kind.above:
+            yield f"{kind.count} layers make {floor_words(kind.floor, book)}"
+    yield from (line for floor in book.floors for line in floor.excess)
     if mesh.crosses:
         yield "A tp group spans hosts: its collectives leave the fast links inside a host"
     if bound.tp > 1 and bound.sharded_share() < 0.9:

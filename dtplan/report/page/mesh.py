@@ -47,6 +47,8 @@ class Mesh:
     cells: tuple[Cell, ...]
     hosts: tuple[Box, ...]
     blocks: tuple[Box, ...]
+    numbers: bool
+    """Whether a rank's number fits into its cell."""
     notes: tuple[str, ...]
     crosses: bool
     """Whether a tp group spans hosts."""
@@ -80,6 +82,7 @@ def mesh(bound: BoundPlan, gpus_per_host: int) -> Mesh:
         cells=tuple(cells),
         hosts=tuple(_hosts(cells, side, ranks, gpus_per_host)),
         blocks=tuple(labels),
+        numbers=side >= 10 + 6 * len(str(cells[-1].rank)),
         notes=tuple(_notes(bound, blocks, rows, columns)),
         crosses=min(tp, ranks) > gpus_per_host or (ranks > gpus_per_host and gpus_per_host % tp != 0),
         host_count=-(-ranks // gpus_per_host),

@@ -12,21 +12,24 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dtplan import __version__
 from dtplan.report.page.view import View
-from dtplan.report.page.words import chip, dims, percent
+from dtplan.report.page.words import chip, dims, few, percent
 from dtplan.report.words import size
-
 
 
 def render(view: View) -> str:
     """The HTML of ``view``. Names in a model or a plan are data: they are escaped wherever they stand."""
     style, script = _asset("style.css"), _asset("page.js")
-    return _environment().get_template("page.html").render(
-        view=view,
-        version=__version__,
-        style=style,
-        script=script,
-        policy=_policy(style, script),
-        bound_json=_inside_a_script(view.bound.json_text()),
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            view=view,
+            version=__version__,
+            style=style,
+            script=script,
+            policy=_policy(style, script),
+            bound_json=_inside_a_script(view.bound.json_text()),
+        )
     )
 
 
@@ -61,7 +64,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(size=size, dims=dims, percent=percent, chip=chip, json=_json, tint=_tint)
+    made.filters.update(size=size, dims=dims, percent=percent, chip=chip, few=few, json=_json, tint=_tint)
     return made
 
 

@@ -6,15 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dtplan.plan.spec import Plan
 from dtplan.planner.bound import BoundPlan, BoundTensor
 from dtplan.planner.ledger import Entry, Floor, Ledger
 from dtplan.report import fused
-from dtplan.report.page.facts import Facts, above, facts
+from dtplan.report.diff import Diff
+from dtplan.report.page.facts import Facts, FloorView, above, facts
 from dtplan.report.page.glyph import Glyph, glyph
 from dtplan.report.page.lanes import Layer, layers
 from dtplan.report.page.mesh import Mesh, mesh
 from dtplan.report.page.moves import WORDS, MoveView, moves_of
 from dtplan.report.page.proofs import ProofView, proof_view
+from dtplan.report.page.source import File, files
 from dtplan.report.page.tree import Row, tree
 from dtplan.report.page.words import chip
 from dtplan.te.fused import Choice
@@ -63,14 +66,6 @@ class EntryView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FloorView:
-    """Collectives of a layer against the fewest."""
-
-    floor: Floor
-    above: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """The whole page."""
 
@@ -87,8 +82,15 @@ class View:
     fused: Mapping[str, Any] | None
     """As `dtplan show --te --json` tells it."""
     proof: ProofView | None
+    difference: Diff | None
+    files: tuple[File, ...]
     legend: tuple[str, ...]
     """The placements that occur, for the legend."""
+
+    def place(self, rule: str) -> str:
+        """The id of a rule's line, empty where its file is not shown."""
+        name, line, _ = rule.rsplit(":", 2)
+        return next((file.anchor(int(line)) for file in self.files if file.name == name), "")
 
 
 def view(
@@ -99,6 +101,8 @@ def view(
     gpus_per_host: int = 8,
     choice: Choice | None = None,
     proof: Mapping[str, Any] | None = None,
+    difference: Diff | None = None,
+    plan: Plan | None = None,
 ) -> View:
     """The page's data. ``choice``: fused layers; ``proof``: the JSON of `dtplan prove`.
 
@@ -123,9 +127,11 @@ def view(
         layers=tuple(layers(bound, root, moves)),
         rows=rows,
         entries=tuple(_entries(bound, book)),
-        floors=tuple(FloorView(floor=floor, above=above(floor)) for floor in book.floors),
+        floors=tuple(FloorView(floor=floor, above=above(floor), count=floor.count) for floor in book.floors),
         fused=None if choice is None else fused.as_json(choice),
         proof=proved,
+        difference=difference,
+        files=files(plan, list(root.walk())),
         legend=tuple(sorted({str(t.bound.placement) for row in rows for t in row.tensors if not t.bound.buffer})),
     )
 

@@ -12,8 +12,8 @@ def chip(layout: str) -> str:
 
 
 def dims(shape: Iterable[int]) -> str:
-    """A shape with thin marks between its dims."""
-    return " × ".join(map(str, shape)) or "scalar"
+    """A shape with multiplication signs between its dims."""
+    return " \u00d7 ".join(map(str, shape)) or "scalar"
 
 
 def percent(share: float) -> str:
@@ -23,3 +23,9 @@ def percent(share: float) -> str:
     digits = 1 if 0.001 <= share <= 0.999 else 3
     scale = 10**digits
     return f"{max(math.floor(share * 100 * scale), 1) / scale:.{digits}f} %"
+
+
+def few(ranges: str) -> str:
+    """The first and the last of many ranges."""
+    runs = ranges.split(", ")
+    return ranges if len(runs) <= 4 else f"{runs[0]}, {runs[1]}, ... {runs[-1]}"
