@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from dtplan.cli.options import DTYPES
 from dtplan.plan.read import load_plan
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.bound_json import bound_from_json
-from dtplan.report.diff import diff
+from dtplan.report.diff import Diff, diff
 
 _BOUND = (".json", ".lock")
 """Files that hold a bound plan."""
@@ -79,7 +80,7 @@ def report(
         gpus_per_host=gpus_per_host,
         choice=choice_of(whole, bound, fp8=fp8) if te or fp8 else None,
         proof=proved,
-        difference=None if other is None else diff(other, bound, **step),
+        difference=None if other is None else _difference(diff(other, bound, **step), against, plan),
         plan=chosen,
     )
     try:
@@ -97,3 +98,10 @@ def _read(given: str) -> BoundPlan | None:
         return bound_from_json(json.loads(Path(given).read_text(encoding="utf-8")), given)
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{given}: {error}", param_hint="--against") from None
+
+
+def _difference(found: Diff, against: str | None, plan: str) -> Diff:
+    """With the names as they were given, where the two are called alike."""
+    if found.before != found.after:
+        return found
+    return dataclasses.replace(found, before=f"{against}: {found.before}", after=f"{plan}: {found.after}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dtplan.planner.bound import BoundPlan
-from dtplan.planner.ledger import Floor, Ledger
+from dtplan.planner.ledger import Entry, Floor, Ledger
 from dtplan.report.page.mesh import Mesh
 from dtplan.report.page.moves import WORDS
 from dtplan.report.page.proofs import ProofView
@@ -33,6 +33,8 @@ class FloorView:
     floor: Floor
     above: bool
     count: int
+    each: int
+    """Bytes of a call; 0 where calls differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def facts(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | None) -
         wire=tuple(_bar([(axis, sent) for axis, sent in wire.items() if sent])),
         wire_bytes=sum(wire.values()),
         calls=sum(entry.count for entry in book.entries),
-        kinds=tuple(_kinds(book.floors)),
+        kinds=tuple(floor_kinds(book)),
         warnings=tuple(_warnings(bound, book, mesh, proof)),
     )
 
@@ -100,28 +102,44 @@ def _essence(bound: BoundPlan, book: Ledger) -> Iterator[str]:
         yield f"FSDP2 leaves each rank 1/{shard} of every parameter between steps."
     else:
         yield "Every rank holds the whole model."
-    kinds = _kinds(book.floors)
+    kinds = floor_kinds(book)
     for kind in kinds:
         subject = "A layer makes" if len(kinds) == 1 else f"{kind.count} layers make"
         yield f"{subject} {floor_words(kind.floor, book)}."
 
 
-def _kinds(floors: tuple[Floor, ...]) -> list[FloorView]:
+def floor_kinds(book: Ledger) -> list[FloorView]:
     """Layers that make as many collectives, and need as many, together."""
     together: dict[tuple[int, ...], list[Floor]] = {}
-    for f in floors:
+    for f in book.floors:
         together.setdefault((f.forward, f.backward, f.floor_forward, f.floor_backward), []).append(f)
-    return [FloorView(floor=fs[0], above=above(fs[0]), count=sum(f.count for f in fs)) for fs in together.values()]
+    return [floor_view(fs[0], book, sum(f.count for f in fs)) for fs in together.values()]
+
+
+def floor_view(floor: Floor, book: Ledger, count: int) -> FloorView:
+    """A layer's collectives beside the fewest."""
+    sizes = {entry.bytes for entry in _calls(floor, book)}
+    return FloorView(floor=floor, above=above(floor), count=count, each=sizes.pop() if len(sizes) == 1 else 0)
+
+
+def _calls(floor: Floor, book: Ledger) -> list[Entry]:
+    """The collectives that a floor counts."""
+    return [e for e in book.entries if e.axis == "tp" and e.layer == floor.layer and "gradients" not in e.cause]
 
 
 def floor_words(floor: Floor, book: Ledger) -> str:
     """`2 + 2 all-reduces: the floor`."""
-    kinds = {e.kind for e in book.entries if e.axis == "tp" and e.layer == floor.layer and "gradients" not in e.cause}
+    kinds = {entry.kind for entry in _calls(floor, book)}
     word = f"{WORDS[next(iter(kinds))]}s" if len(kinds) == 1 else "collectives"
-    counts = f"{floor.forward} + {floor.backward} {word}"
+    counts = f"{_pair(floor.forward, floor.backward)} {word}"
     if above(floor):
-        return f"{counts}, above the floor of {floor.floor_forward} + {floor.floor_backward}"
+        return f"{counts}, above the floor of {_pair(floor.floor_forward, floor.floor_backward)}"
     return f"{counts}: the floor"
+
+
+def _pair(forward: int, backward: int) -> str:
+    """`2 + 2`, on one line."""
+    return f"{forward}\u00a0+\u00a0{backward}"
 
 
 def above(floor: Floor) -> bool:
@@ -130,7 +148,7 @@ def above(floor: Floor) -> bool:
 
 
 def _warnings(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | None) -> Iterator[str]:
-    for kind in _kinds(book.floors):
+    for kind in floor_kinds(book):
         if kind.above:
             yield f"{kind.count} layers make {floor_words(kind.floor, book)}"
     yield from (line for floor in book.floors for line in floor.excess)

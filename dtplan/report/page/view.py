@@ -8,10 +8,10 @@ from typing import Any
 
 from dtplan.plan.spec import Plan
 from dtplan.planner.bound import BoundPlan, BoundTensor
-from dtplan.planner.ledger import Entry, Floor, Ledger
+from dtplan.planner.ledger import Entry, Ledger
 from dtplan.report import fused
 from dtplan.report.diff import Diff
-from dtplan.report.page.facts import Facts, FloorView, above, facts
+from dtplan.report.page.facts import Facts, FloorView, facts, floor_view
 from dtplan.report.page.glyph import Glyph, glyph
 from dtplan.report.page.lanes import Layer, layers
 from dtplan.report.page.mesh import Mesh, mesh
@@ -127,7 +127,7 @@ def view(
         layers=tuple(layers(bound, root, moves)),
         rows=rows,
         entries=tuple(_entries(bound, book)),
-        floors=tuple(FloorView(floor=floor, above=above(floor), count=floor.count) for floor in book.floors),
+        floors=tuple(floor_view(floor, book, floor.count) for floor in book.floors),
         fused=None if choice is None else fused.as_json(choice),
         proof=proved,
         difference=difference,
