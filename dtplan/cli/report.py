@@ -56,8 +56,9 @@ def report(
     output: str,
 ) -> None:
     """Draw what PLAN (default: the built-in one for the model's class) does to a model: one HTML file."""
-    for given in {plan, against} - {"auto", None}:  # a wrong plan is told before torch is imported
-        None if Path(given).suffix in _BOUND else load_plan(given)
+    for given in (plan, against):  # a wrong plan is told before torch is imported
+        if given is not None and given != "auto" and Path(given).suffix not in _BOUND:
+            load_plan(given)
     from dtplan.planner.bind import bind, find_plan
     from dtplan.planner.ledger import ledger
     from dtplan.planner.meta import meta_model

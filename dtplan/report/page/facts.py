@@ -95,7 +95,9 @@ def _bar(parts: list[tuple[str, int]]) -> Iterator[Part]:
 
 def _essence(bound: BoundPlan, book: Ledger) -> Iterator[str]:
     shard = bound.degrees["shard"]
-    if bound.tp > 1:
+    if not bound.modules:
+        yield "No plan serves this class: nothing is cut on tp, and nothing is known here of what FSDP2 does to it."
+    elif bound.tp > 1:
         then = f", and FSDP2 leaves 1/{shard} of that between steps" if shard > 1 else ""
         yield f"Each rank holds 1/{bound.tp} of {percent(bound.sharded_share())} of the parameters{then}."
     elif shard > 1:

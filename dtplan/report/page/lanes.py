@@ -103,7 +103,8 @@ def _nested(row: Row) -> list[Row]:
 
 
 def _branch(row: Row, region: Row, tp: int, largest: int, moves: MovesOf) -> Branch:
-    first, second = [], []
+    first: list[Matrix] = []
+    second: list[Matrix] = []
     for owner, tensor in _matrices(row):
         style = None if owner.module is None else owner.module.style
         alone = () if owner is region else tuple(m for m in moves(owner) if m.side == "in" and m.costs)

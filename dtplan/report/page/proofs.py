@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class LegView:
     """Whether it has this report's tp degree and switches."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FindingView:
     """A cause, and the legs in which it was found."""
 
@@ -50,7 +50,7 @@ class FindingView:
     rule: str
     advice: str
     tried: str
-    legs: list[str] = field(default_factory=list)
+    legs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +160,11 @@ def _name(data: Mapping[str, Any]) -> str:
 def _findings(legs: list[Mapping[str, Any]]) -> list[FindingView]:
     """Each cause once, with the legs that have it."""
     keys = ("name", "what", "kind", "says", "rule", "advice", "tried")
-    found: dict[tuple[str, ...], FindingView] = {}
+    found: dict[tuple[str, ...], list[str]] = {}
     for leg in legs:
         for finding in leg["findings"]:
-            told = {key: str(finding[key]) for key in keys}
-            found.setdefault(tuple(told.values()), FindingView(**told)).legs.append(_name(leg))
-    return list(found.values())
+            found.setdefault(tuple(str(finding[key]) for key in keys), []).append(_name(leg))
+    return [FindingView(*said, legs=tuple(names)) for said, names in found.items()]
 
 
 def _at(error: float) -> float:
