@@ -39,7 +39,7 @@ class LegView:
     """Whether it has this report's tp degree and switches."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FindingView:
     """A cause, and the legs in which it was found."""
 
@@ -121,9 +121,7 @@ def _view(data: Mapping[str, Any], bound: BoundPlan) -> ProofView:
         bound_at=_at(float(data["bound"])),
         legs=tuple(_leg(leg, bound) for leg in data["legs"]),
         findings=tuple(_findings(data["legs"])),
-        choices=tuple(
-            (str(c["field"]), json.dumps(c["real"]), json.dumps(c["used"])) for c in data["choices"] if "field" in c
-        ),
+        choices=tuple((str(c["field"]), json.dumps(c["real"]), json.dumps(c["used"])) for c in data["choices"]),
         versions={str(name): str(version) for name, version in data["versions"].items()},
         measure=str(data["measure"]),
         replay=str(data["replay"]),
@@ -157,14 +155,17 @@ def _name(data: Mapping[str, Any]) -> str:
     return ", ".join([" x ".join(f"{axis} {size}" for axis, size in data["mesh"].items()), *switches])
 
 
-def _findings(legs: list[Mapping[str, Any]]) -> list[FindingView]:
+def _findings(given: list[Mapping[str, Any]]) -> list[FindingView]:
     """Each cause once, with the legs that have it."""
     keys = ("name", "what", "kind", "says", "rule", "advice", "tried")
     found: dict[tuple[str, ...], list[str]] = {}
-    for leg in legs:
+    for leg in given:
         for finding in leg["findings"]:
             found.setdefault(tuple(str(finding[key]) for key in keys), []).append(_name(leg))
-    return [FindingView(*said, legs=tuple(names)) for said, names in found.items()]
+    return [
+        FindingView(name=name, what=what, kind=kind, says=says, rule=rule, advice=advice, tried=tried, legs=tuple(legs))
+        for (name, what, kind, says, rule, advice, tried), legs in found.items()
+    ]
 
 
 def _at(error: float) -> float:
