@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, compare, plans, prove, report, show
+from dtplan.cli import checkpoints, compare, doctor, lock, plans, prove, report, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,6 +24,8 @@ for command in (
     show.show,
     report.report,
     compare.diff,
+    lock.lock_command,
+    doctor.doctor,
     prove.prove,
     checkpoints.roundtrip,
     checkpoints.convert,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ from dtplan.cli.options import DTYPES
 from dtplan.plan.read import load_plan
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.bound_json import bound_from_json
-from dtplan.report.diff import Diff
 from dtplan.report.diff import diff as compare
+from dtplan.report.lock import Lock, read_lock
 
 
 class Pair(click.ParamType[Any, Any]):
@@ -41,6 +43,7 @@ class Pair(click.ParamType[Any, Any]):
         return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 
+Side = str | BoundPlan | Lock
 DEGREE, SWITCH = Pair(), Pair({"off": False, "on": True})
 
 
@@ -57,10 +60,13 @@ DEGREE, SWITCH = Pair(), Pair({"off": False, "on": True})
 @click.option("--seq", default=4096, show_default=True, type=click.IntRange(min=1), help="Tokens of a sequence.")
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(DTYPES), help="Of activations.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+@click.pass_context
 def diff(
+    ctx: click.Context,
+    /,
+    *,
     before: str,
     after: str | None,
-    *,
     models: tuple[str, ...],
     batch: int,
     seq: int,
@@ -68,47 +74,71 @@ def diff(
     as_json: bool,
     **settings: tuple[Any, Any],
 ) -> None:
-    """What differs in meaning between A and B: plans (names or files), or bound plans (JSON of `dtplan show`).
+    """What differs in meaning between A and B: plans, locks, or bound plans (JSON of `dtplan show`).
 
-    With --model both are bound, and every difference tells what it costs in a step. B may be left out where A is
-    bound at two settings: `dtplan diff llama --model CONFIG --tp 4,8`. Exits with 0 if nothing differs, else 1.
+    With --model plans are bound, and every difference tells what it costs in a step. B may be left out where A is
+    bound at two settings: `dtplan diff llama --model CONFIG --tp 4,8`. A plan beside a lock is bound as the lock says.
+    Exits with 0 if nothing differs, else 1.
     """
-    sides = [_read(before), _read(after or before)]
-    if after is None and not (len(models) > 1 or any(one != other for one, other in settings.values())):
-        raise click.UsageError("give B, or two settings for A, as in --model CONFIG --tp 4,8")
     if len(models) > 2:
         raise click.UsageError("--model is given once, or once for each of A and B")
-    found = _compared(sides, models, settings, {"batch": batch, "sequence": seq, "dtype": dtype})
+    if after is None and not (len(models) > 1 or any(one != other for one, other in settings.values())):
+        raise click.UsageError("give B, or two settings for A, as in --model CONFIG --tp 4,8")
+    sides = [_read(given) for given in (before, after or before)]
+    if models:
+        sides = [_bound(side, models[-at % len(models)], settings, at) for at, side in enumerate(sides)]
+    elif given := _given(ctx, settings):
+        raise click.UsageError(f"{given} is for plans that are bound: give the --model, too")
+    found = compare(*_alike(sides), batch=batch, sequence=seq, dtype=dtype)
+    files = [f"{given}: " if "." in given else "" for given in (before, after or before)]
+    if len(set(files)) > 1:
+        found = dataclasses.replace(found, before=files[0] + found.before, after=files[1] + found.after)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.as_text())
     sys.exit(found.exit_code)
 
 
-def _read(given: str) -> str | BoundPlan:
-    """A plan's name or file as it was given, or the bound plan in a JSON file."""
-    path = Path(given)
-    if path.suffix != ".json":
+def _read(given: str) -> Side:
+    """A plan's name or file as it was given, or what is in a lock or in the JSON of a bound plan."""
+    if given.endswith(".lock"):
+        return read_lock(given)
+    if not given.endswith(".json"):
         load_plan(given)  # a wrong plan is told before torch is imported
         return given
     try:
-        return bound_from_json(json.loads(path.read_text(encoding="utf-8")), given)
-    except (OSError, ValueError) as error:
-        raise click.UsageError(f"{given}: {error}") from None
+        return bound_from_json(json.loads(Path(given).read_text(encoding="utf-8")), given)
+    except OSError as error:
+        raise click.UsageError(f"{given}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise click.UsageError(f"{given}: no JSON: {error}") from None
 
 
-def _compared(
-    sides: list[str | BoundPlan], models: tuple[str, ...], settings: dict[str, tuple[Any, Any]], step: dict[str, Any]
-) -> Diff:
-    if models:
-        sides = [_bound(side, models[-at % len(models)], settings, at) for at, side in enumerate(sides)]
-    elif len({isinstance(side, str) for side in sides}) > 1:
-        raise click.UsageError("a plan and a bound plan: give the --model to which the plan is bound, and its degrees")
-    return compare(*sides, **step)
+def _given(ctx: click.Context, settings: Iterable[str]) -> str | None:
+    """The first of the settings that stands on the command line."""
+    given = (s for s in settings if ctx.get_parameter_source(s) is click.core.ParameterSource.COMMANDLINE)
+    return next(("--" + name.replace("_", "-") for name in given), None)
 
 
-def _bound(side: str | BoundPlan, model: str, settings: dict[str, tuple[Any, Any]], at: int) -> BoundPlan:
-    if isinstance(side, BoundPlan):
+def _bound(side: Side, model: str, settings: dict[str, tuple[Any, Any]], at: int) -> Side:
+    if not isinstance(side, str):
         return side
     from dtplan.planner.bind import bind
     from dtplan.planner.meta import meta_model
 
     return bind(meta_model(model), side, **{name: pair[at] for name, pair in settings.items()})
+
+
+def _alike(sides: list[Side]) -> list[str | BoundPlan]:
+    """Two plans, or two bound plans; a plan beside a lock is bound to the lock's model, at its degrees."""
+    held = next((side for side in sides if isinstance(side, Lock)), None)
+    kinds = {isinstance(side, str) for side in sides}
+    if len(kinds) > 1 and held is None:
+        raise click.UsageError("a plan and a bound plan: give the --model to which the plan is bound, and its degrees")
+    alike: list[str | BoundPlan] = []
+    for side in sides:
+        if isinstance(side, Lock):
+            alike.append(side.bound)
+        elif isinstance(side, str) and held is not None:
+            alike.append(held.bound_with(side))
+        else:
+            alike.append(side)
+    return alike

@@ -8,7 +8,7 @@ import sys
 import click
 
 from dtplan._errors import Diagnostic
-from dtplan.cli.options import echo_lines
+from dtplan.cli.options import as_annotation, echo_lines
 from dtplan.plan.codes import CODES
 from dtplan.plan.library import builtin_plans
 from dtplan.plan.read import check, load_plan
@@ -69,5 +69,4 @@ def _as_json(finding: Diagnostic) -> dict[str, object]:
 
 def _as_github(finding: Diagnostic) -> str:
     text = f"{finding.message} ({finding.hint})" if finding.hint else finding.message
-    place = f"file={finding.file},line={finding.line},col={finding.column}" if finding.line else f"file={finding.file}"
-    return f"::error {place},title={finding.code}::{text}"
+    return as_annotation(text, file=finding.file, line=finding.line, column=finding.column, title=finding.code)

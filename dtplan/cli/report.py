@@ -14,6 +14,7 @@ from dtplan.plan.read import load_plan
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.bound_json import bound_from_json
 from dtplan.report.diff import Diff, diff
+from dtplan.report.lock import read_lock
 
 _BOUND = (".json", ".lock")
 """Files that hold a bound plan."""
@@ -34,7 +35,7 @@ _BOUND = (".json", ".lock")
 @click.option("--te", is_flag=True, help="Which modules become TransformerEngine layers, and why others do not.")
 @click.option("--fp8", is_flag=True, help="The same for FP8, which needs dims that are multiples of 16.")
 @click.option("--proof", metavar="FILE", help="What `dtplan prove --json` printed.")
-@click.option("--against", metavar="PLAN|JSON", help="Show the difference from it.")
+@click.option("--against", metavar="PLAN|JSON|LOCK", help="Show the difference from it.")
 @click.option("-o", "--output", default="report.html", show_default=True, metavar="FILE", help="Where to write it.")
 def report(
     plan: str,
@@ -93,12 +94,16 @@ def report(
 
 def _read(given: str) -> BoundPlan | None:
     """The bound plan in a file; None for a plan."""
-    if Path(given).suffix not in _BOUND:
+    if given.endswith(".lock"):
+        return read_lock(given).bound
+    if not given.endswith(".json"):
         return None
     try:
         return bound_from_json(json.loads(Path(given).read_text(encoding="utf-8")), given)
-    except (OSError, ValueError) as error:
-        raise click.BadParameter(f"{given}: {error}", param_hint="--against") from None
+    except OSError as error:
+        raise click.BadParameter(f"cannot read {given}: {error.strerror}", param_hint="--against") from None
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"{given} is not JSON: {error}", param_hint="--against") from None
 
 
 def _difference(found: Diff, against: str | None, plan: str) -> Diff:

@@ -7,7 +7,7 @@ each module, so that a difference comes with what it costs: collectives, bytes, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from dtplan.planner.bound import BoundTe
 from dtplan.report.words import braced, size
 
 SCHEMA_VERSION = 1
+_ROLES = ("norm", "linear", "gate", "up", "down", "attention")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -190,8 +191,8 @@ def by_te(before: Iterable[TeLayer | BoundTe], after: Iterable[TeLayer | BoundTe
 def _te_words(layers: Iterable[TeLayer | BoundTe]) -> dict[str, list[str]]:
     told: dict[str, list[str]] = {}
     for layer in layers:
-        linears = ", ".join(path for role, path in layer.parts.items() if role.startswith("linears"))
-        parts = {role: path for role, path in layer.parts.items() if not role.startswith("linears")}
+        linears = ", ".join(layer.parts[role] for role in sorted(layer.parts, key=_number) if role not in _ROLES)
+        parts = {role: layer.parts[role] for role in _ROLES if role in layer.parts}
         parts |= {"linears": f"[{linears}]"} if linears else {}
         parts |= {"activation": layer.activation} if layer.activation else {}
         parts |= {"approximate_gelu": "true"} if layer.approximate_gelu else {}
@@ -201,8 +202,22 @@ def _te_words(layers: Iterable[TeLayer | BoundTe]) -> dict[str, list[str]]:
     return told
 
 
+def others(value: Any, told: Collection[str]) -> dict[str, str]:
+    """The fields of a data class that are not ``told`` otherwise, where they are not their defaults."""
+    fields = [field for field in dataclasses.fields(value) if field.name not in told]
+    said = {field.name: getattr(value, field.name) for field in fields}
+    return {f.name: word(said[f.name]) for f in fields if said[f.name] not in (f.default, None, ())}
+
+
+def _number(role: str) -> int:
+    """The index in ``linears[1]``; JSON may have such keys in another order."""
+    return int("".join(filter(str.isdigit, role)) or 0)
+
+
 def word(value: Any) -> str:
-    """A plain value as YAML has it."""
+    """A plain value, or a list of them, as YAML has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -12,11 +12,25 @@ from typing import cast
 
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, dtype_bytes
 from dtplan.planner.ledger import OUTSIDE, layer_of, ledger, move_entries
-from dtplan.report.diff import Diff, Difference, Effect, by_item, by_key, by_te, folded, word
+from dtplan.report.diff import Diff, Difference, Effect, by_item, by_key, by_te, folded, others, word
 from dtplan.report.diff_totals import totals
 from dtplan.report.words import spelled
 
 Words = dict[str, str | None]
+_FROM = {"copy": "R", "slice": "R", "reduce": "P", "scatter": "P"}
+"""Where operations lead from, where it goes without saying."""
+_TOLD: dict[type, tuple[str, ...]] = {
+    BoundModule: (
+        *("pattern", "names", "rule"),  # do not count
+        *("kind", "style", "tensors", "inputs", "outputs", "block", "shared", "localize", "later"),
+    ),
+    BoundTensor: (
+        *("name", "shape", "dtype", "placement", "local_shape", "sections", "unit", "grad", "once"),
+        *("trainable", "buffer", "tied_to"),
+    ),
+    BoundMove: ("value", "name", "op", "src", "dst", "global_shape", "length", "inside", "units"),
+}
+"""Fields that have words of their own here; any other is told by its name."""
 
 
 def diff_bound(
@@ -27,6 +41,8 @@ def diff_bound(
     found = [*_settings(before, after), *_modules(*sides), *_rest(before, after)]
     books = [ledger(bound, batch=batch, sequence=sequence, dtype=dtype) for bound in (before, after)]
     notes = []
+    if not found and before.digest != after.digest:
+        notes.append("the plans differ in their text, which means nothing for this model at these degrees")
     if found:
         notes.append(f"costs are of one step on {batch} x {sequence} tokens, activations in {dtype}")
     return Diff(
@@ -69,7 +85,7 @@ def _setting_words(bound: BoundPlan) -> Words:
 
 def _rest(before: BoundPlan, after: BoundPlan) -> Iterator[Difference]:
     yield from by_item("", "tie", *(sorted(" = ".join(sorted(tie)) for tie in bound.ties) for bound in (before, after)))
-    aliases = [{name: ", ".join(others) or None for name, others in b.aliases.items()} for b in (before, after)]
+    aliases = [{name: word(others) if others else None for name, others in b.aliases.items()} for b in (before, after)]
     yield from by_key("names", *aliases)
     yield from by_te(before.te, after.te)
     units = [{"units": spelled(bound.fsdp_units) if bound.fsdp_units else None} for bound in (before, after)]
@@ -201,6 +217,7 @@ def _facts(module: BoundModule) -> Words:
         "parallel residual": module.block,
         "localize": ", ".join(sorted(module.localize)) or None,
         "not applied yet": ", ".join(module.later) or None,
+        **others(module, _TOLD[BoundModule]),
     }
 
 
@@ -236,6 +253,7 @@ def _tensor_words(tensor: BoundTensor | None) -> Words:
         "added once": "yes" if tensor.once else None,
         "trainable": None if tensor.trainable or tensor.buffer else "no",
         "tied to": tensor.tied_to,
+        **others(tensor, _TOLD[BoundTensor]),
     }
 
 
@@ -301,9 +319,10 @@ def _layout(move: BoundMove | None, bound: BoundPlan) -> str:
     after = " as DTensor" if move.global_shape else ""
     units = f" in groups of {move.units}" if move.units is not None else ""
     inside = ", inside the fused layer" if move.inside else ""
-    src = f" from {move.src}" if move.op in ("gather", "gather_whole", "place") else ""
+    src = "" if move.src.word == _FROM.get(move.op) else f" from {move.src}"
     op = "" if move.op == "keep" else f" ({move.op}{src}{inside})"
-    return f"{name}{units}{op}{after}"
+    rest = "".join(f", {key}: {value}" for key, value in others(move, _TOLD[BoundMove]).items())
+    return f"{name}{units}{op}{after}{rest}"
 
 
 def _move_effects(pair: _Pair, one: BoundMove | None, other: BoundMove | None) -> list[Effect]:

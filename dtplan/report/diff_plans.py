@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from dtplan.plan.spec import RESIDUAL, Layout, Move, P, Plan, R, Rule, S, Section, TeLayer, Tie, Unit
-from dtplan.report.diff import Diff, Difference, by_item, by_key, by_te, folded, word
+from dtplan.report.diff import Diff, Difference, by_item, by_key, by_te, folded, others, word
 
 Said = dict[str, str]
 """What a rule says: key of the language -> value in the plan's words."""
@@ -38,7 +38,7 @@ def _heads(before: Plan, after: Plan) -> Iterator[Difference]:
 
 def _tails(before: Plan, after: Plan) -> Iterator[Difference]:
     yield from by_item("", "ties", sorted(_ties(before.ties)), sorted(_ties(after.ties)))
-    names = [{name: ", ".join(others) for name, others in plan.names.items()} for plan in (before, after)]
+    names = [{name: word(others) for name, others in plan.names.items()} for plan in (before, after)]
     yield from by_key("names", *names)
     yield from by_te(before.te, after.te)
     yield from by_key("fsdp", _fsdp(before), _fsdp(after))
@@ -96,7 +96,7 @@ def _flow(said: Said | None) -> str | None:
         return None
     if said.keys() == {"style"}:
         return said["style"]
-    return "{" + ", ".join(f"{key}: {value}" for key, value in said.items()) + "}"
+    return _flow_mapping(said)
 
 
 def _said_rules(plan: Plan, rules: Iterable[Rule]) -> dict[str, Said]:
@@ -119,20 +119,14 @@ class _Saying:
             "style": rule.style,
             "shard": rule.shard,
             "unit": rule.unit,
-            "sections": f"[{', '.join(map(_section, rule.sections))}]" if rule.sections else None,
+            "sections": tuple(map(_section, rule.sections)) or None,
             "input": self._moves(self._inputs(), first=0, side="input"),
             "output": self._moves(self._outputs(), first=None, side="output"),
-            "parallel_residual": rule.parallel_residual,
-            "grad": rule.grad,
-            "once": rule.once or None,
-            "like": rule.like,
-            "localize": f"[{', '.join(sorted(rule.localize))}]" if rule.localize else None,
-            "reads": f"[{', '.join(sorted(rule.reads))}]" if rule.reads else None,
-            "below": rule.below or None,
-            "optional": rule.optional or None,
-            "override": rule.override or None,
+            "localize": tuple(sorted(rule.localize)) or None,
+            "reads": tuple(sorted(rule.reads)) or None,
         }
-        return {key: word(value) for key, value in said.items() if value is not None}
+        told = {key: word(value) for key, value in said.items() if value is not None}
+        return told | others(rule, ("path", "at", "inputs", "outputs", *said))
 
     def _inputs(self) -> list[tuple[str | int, Move]]:
         moves = list(self.rule.inputs)
@@ -148,7 +142,7 @@ class _Saying:
 
     def _outputs(self) -> list[tuple[int | None, Move]]:
         gives, moves = self._gives(), list(self.rule.outputs)
-        if self.rule.style in ("rowwise", "vocab") or self.rule.parallel_residual:
+        if self.rule.style in ("rowwise", "vocab"):
             moves = moves or [(None, Move(dst=RESIDUAL))]
             return [
                 (value, _without_source(Move(dst=gives) if move == Move() else move, gives)) for value, move in moves
@@ -172,7 +166,7 @@ class _Saying:
         told = [(value, _move(move, side)) for value, move in sorted(moves, key=lambda pair: str(pair[0]))]
         if len(told) == 1 and told[0][0] == first:
             return told[0][1]
-        return "{" + ", ".join(f"{value}: {word}" for value, word in told) + "}" if told else None
+        return _flow_mapping({str(value): text for value, text in told}) if told else None
 
 
 def _without_source(move: Move, gives: Layout | None) -> Move:
@@ -192,46 +186,33 @@ def _prepares(rule: Rule) -> bool:
 
 def _move(move: Move, side: str) -> str:
     dst = "keep" if move.dst is None else str(move.dst)
-    more = {
-        "from": None if side == "input" and move.src == RESIDUAL else move.src,
-        "to": dst,
-        "unit": move.unit,
-        "global_shape": move.global_shape or None,
-        "sum_grad_of_last": move.sum_grad_of_last,
-    }
-    told = {key: word(value) for key, value in more.items() if value is not None}
-    return dst if told.keys() == {"to"} else "{" + ", ".join(f"{k}: {v}" for k, v in told.items()) + "}"
+    src = None if move.src is None or (side == "input" and move.src == RESIDUAL) else str(move.src)
+    told = ({"from": src} if src else {}) | {"to": dst} | others(move, ("src", "dst"))
+    return dst if told.keys() == {"to"} else _flow_mapping(told)
 
 
 def _section(section: Section) -> str:
-    fields = {
-        "unit": section.unit,
-        "count": section.count,
-        "width": section.width,
-        "whole": section.whole or None,
-        "grad": section.grad,
-    }
-    told = {key: word(value) for key, value in fields.items() if value is not None}
-    return told["unit"] if told.keys() == {"unit"} else "{" + ", ".join(f"{k}: {v}" for k, v in told.items()) + "}"
+    told = others(section, ())
+    return told["unit"] if told.keys() == {"unit"} else _flow_mapping(told)
+
+
+def _flow_mapping(said: Said) -> str:
+    return "{" + ", ".join(f"{key}: {value}" for key, value in said.items()) + "}"
 
 
 # --- the plan's other keys
 
 
 def _unit(unit: Unit) -> str:
-    fields = unit.fields[0] if len(unit.fields) == 1 else f"[{', '.join(unit.fields)}]"
-    return fields if unit.indivisible == "error" else f"{{field: {fields}, indivisible: {unit.indivisible}}}"
+    fields = unit.fields[0] if len(unit.fields) == 1 else word(unit.fields)
+    told = {"field": fields} | others(unit, ("name", "fields", "at"))
+    return fields if told.keys() == {"field"} else _flow_mapping(told)
 
 
-def _fsdp(plan: Plan) -> dict[str, str]:
-    fsdp = plan.fsdp
-    said = {
-        "units": _set(".".join(unit) for unit in fsdp.units),
-        "reshard_after_forward": fsdp.reshard_after_forward,
-        "param_dtype": fsdp.param_dtype,
-        "reduce_dtype": fsdp.reduce_dtype,
-    }
-    return {key: word(value) for key, value in said.items() if value is not None}
+def _fsdp(plan: Plan) -> Mapping[str, str | None]:
+    units = _set(".".join(unit) for unit in plan.fsdp.units)
+    defaults = {"reshard_after_forward": "true"}
+    return {"units": units} | defaults | others(plan.fsdp, ("units", "at"))
 
 
 def _ties(ties: Iterable[Tie]) -> set[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterator, Sequence
 
 
 def size(number: int) -> str:
@@ -27,30 +29,31 @@ def braced(names: Sequence[str]) -> str:
 
 
 def spelled(names: Sequence[str]) -> str:
-    """Names that differ in one segment as one, ``layers.{0..3,7}.mlp``; others one after another."""
+    """Names that are all combinations of some segments as one, ``layers.{0..3,7}.mlp``; others one after another."""
     segments = [name.split(".") for name in names]
     if len({len(each) for each in segments}) == 1:
-        varying = [i for i, words in enumerate(zip(*segments, strict=True)) if len(set(words)) > 1]
-        if not varying:
-            return names[0] or "."
-        if len(varying) == 1:
-            (at,) = varying
-            words = list(dict.fromkeys(each[at] for each in segments))
-            return ".".join([*segments[0][:at], "{" + ",".join(_ranges(words)) + "}", *segments[0][at + 1 :]])
+        words = [list(dict.fromkeys(each)) for each in zip(*segments, strict=True)]
+        if math.prod(map(len, words)) == len(names) and list(map(list, itertools.product(*words))) == segments:
+            return ".".join(each[0] if len(each) == 1 else "{" + ",".join(_ranges(each)) + "}" for each in words) or "."
     return ", ".join(name or "." for name in names)
 
 
 def unspelled(text: str) -> list[str]:
-    """The names that ``spelled`` made one of, where they differ in one segment."""
-    head, brace, rest = text.partition("{")
-    if not brace:
-        return [text]
-    inside, _, tail = rest.partition("}")
-    words: list[str] = []
+    """The names that ``spelled`` took together."""
+    return [name for part in text.split(", ") for name in _names("" if part == "." else part)]
+
+
+def _names(text: str) -> Iterator[str]:
+    pieces = re.split(r"\{(.*?)\}", text)  # literal, inside of braces, literal, ...
+    options = [_words(piece) if at % 2 else [piece] for at, piece in enumerate(pieces)]
+    yield from map("".join, itertools.product(*options))
+
+
+def _words(inside: str) -> Iterator[str]:
+    """``0..3,7`` as ``0, 1, 2, 3, 7``."""
     for word in inside.split(","):
         first, dots, last = word.partition("..")
-        words += [str(number) for number in range(int(first), int(last) + 1)] if dots else [word]
-    return [head + word + tail for word in words]
+        yield from map(str, range(int(first), int(last) + 1)) if dots else [word]
 
 
 def _ranges(words: Sequence[str]) -> list[str]:
