@@ -253,6 +253,20 @@ def test_a_layer_s_picture_has_what_enters_and_what_leaves(big):
     ]
 
 
+def test_a_region_in_a_region_has_moves_of_its_own():
+    config = transformers.MixtralConfig(**families._GQA, **families._EXPERTS)
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    bound = bind(model, families.FOLDER / "mixtral.yaml", tp=2, sequence_parallel=True)
+    (layer,) = view(bound, ledger(bound)).layers
+    mlp = layer.lanes[1]
+    assert [(m.src, m.dst, m.forward) for m in mlp.enter] == [("S(1)", "R", "all-gather")]
+    (experts,) = mlp.branches
+    assert [m.what for m in experts.enter] == ["hidden_states", "top_k_weights"]
+    assert [m.name for m in (*experts.first, *experts.second)] == ["gate_up_proj", "down_proj"]
+    assert [(m.src, m.dst) for m in (*experts.leave, *mlp.leave)] == [("P", "R"), ("R", "S(1)")]
+
+
 def test_the_first_screen(big):
     found = facts(big, ledger(big), mesh(big, 8), None)
     assert found.essence[0] == (

@@ -132,7 +132,7 @@ def _calls(floor: Floor, book: Ledger) -> list[Entry]:
 def floor_words(floor: Floor, book: Ledger) -> str:
     """`2 + 2 all-reduces: the floor`."""
     kinds = {entry.kind for entry in _calls(floor, book)}
-    word = f"{WORDS[next(iter(kinds))]}s" if len(kinds) == 1 else "collectives"
+    word = " and ".join(f"{WORDS[kind]}s" for kind in sorted(kinds)) or "collectives"
     counts = f"{_pair(floor.forward, floor.backward)} {word}"
     if above(floor):
         return f"{counts}, above the floor of {_pair(floor.floor_forward, floor.floor_backward)}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from dtplan.planner.bound import BoundPlan, BoundTensor
 from dtplan.report.page.glyph import Glyph, glyph
@@ -29,11 +29,13 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Matrices that read the region's input, and those that make its output."""
+    """Matrices that read the region's input, and those that make its output; moves of the branch alone around them."""
 
     name: str
+    enter: tuple[MoveView, ...]
     first: tuple[Matrix, ...]
     second: tuple[Matrix, ...]
+    leave: tuple[MoveView, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +77,21 @@ def _lanes(row: Row, tp: int, largest: int, moves: MovesOf) -> Iterator[Lane]:
         for child in row.children:
             yield from _lanes(child, tp, largest, moves)
         return
-    own = [move for move in moves(row) if move.costs]
-    leave = [move for move in own if move.side == "out"]
-    leave += [m for r in row.walk() if r is not row for m in moves(r) if m.side == "out" and m.costs]
     branches = [row] if _has_row_parallel(row) or not _nested(row) else _nested(row)
+    made = [_branch(part, row, tp, largest, moves) for part in branches]
+    inner = made[0].leave if branches == [row] else ()
     yield Lane(
         name=row.label,
         key=row.key,
-        enter=tuple(move for move in own if move.side == "in"),
-        branches=tuple(_branch(part, row, tp, largest, moves) for part in branches),
-        leave=tuple(leave),
+        enter=tuple(_costly(moves(row), "in")),
+        branches=tuple(replace(branch, leave=()) for branch in made) if inner else tuple(made),
+        leave=(*inner, *_costly(moves(row), "out")),
     )
+
+
+def _costly(moves: Iterable[MoveView], side: str) -> Iterator[MoveView]:
+    """Those for which something is sent."""
+    return (move for move in moves if move.side == side and move.costs)
 
 
 def _is_region(row: Row, moves: MovesOf) -> bool:
@@ -107,18 +113,24 @@ def _branch(row: Row, region: Row, tp: int, largest: int, moves: MovesOf) -> Bra
     second: list[Matrix] = []
     for owner, tensor in _matrices(row):
         style = None if owner.module is None else owner.module.style
-        alone = () if owner is region else tuple(m for m in moves(owner) if m.side == "in" and m.costs)
         matrix = Matrix(
             key=owner.key,
-            name=owner.label if tensor.name == "weight" else f"{owner.label}.{tensor.name}",
+            name=owner.label if tensor.name == "weight" else tensor.name if owner is row else _below(owner, tensor),
             tensor=tensor,
             glyph=glyph(tensor, tp, largest=largest, pixels=PIXELS),
-            moves=alone,
+            moves=() if owner is row else tuple(_costly(moves(owner), "in")),
         )
         last = tensor.placement.word == "S" and tensor.placement.dim in (len(tensor.shape) - 1, -1)
         (second if style == "rowwise" or (style is None and last) else first).append(matrix)
-    name = "" if row is region else row.label
-    return Branch(name=name, first=tuple(first), second=tuple(second))
+    leave = [move for each in row.walk() if each is not row for move in _costly(moves(each), "out")]
+    if row is region:
+        return Branch(name="", enter=(), first=tuple(first), second=tuple(second), leave=tuple(leave))
+    enter, leave = tuple(_costly(moves(row), "in")), [*leave, *_costly(moves(row), "out")]
+    return Branch(name=row.label, enter=enter, first=tuple(first), second=tuple(second), leave=tuple(leave))
+
+
+def _below(owner: Row, tensor: BoundTensor) -> str:
+    return f"{owner.label}.{tensor.name}"
 
 
 def _matrices(row: Row) -> Iterator[tuple[Row, BoundTensor]]:
