@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, compare, completion, doctor, lock, plans, prove, show
+from dtplan.cli import checkpoints, compare, completion, doctor, lock, plans, prove, report, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -22,6 +22,7 @@ for command in (
     plans.list_plans,
     plans.lint,
     show.show,
+    report.report,
     compare.diff,
     lock.lock_command,
     doctor.doctor,

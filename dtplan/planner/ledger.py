@@ -7,6 +7,7 @@ the wire a ring sends 2(n-1)/n of them for an all-reduce and (n-1)/n for a gathe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -28,6 +29,8 @@ _OPS: dict[str, tuple[Kind | None, Kind | None]] = {
     "slice": (None, "all_gather"),
 }
 OUTSIDE = "outside the layers"
+_BETWEEN = re.compile(r"\.(?![^{]*\})")
+"""The dots between segments of a pattern, not those of `{0..3}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,7 @@ def layer_of(bound: BoundPlan, module: BoundModule) -> str:
     for name in module.names[:1]:
         for unit in bound.fsdp_units:
             if name == unit or name.startswith(unit + "."):
-                return ".".join(module.pattern.split(".")[: unit.count(".") + 1])
+                return ".".join(_BETWEEN.split(module.pattern)[: unit.count(".") + 1])
     return OUTSIDE
 
 
