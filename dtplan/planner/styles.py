@@ -120,7 +120,9 @@ class Sharded(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for tensor in self.bound.tensors:
             self._distribute(module, tensor)
-        divide(module, dict.fromkeys(self.bound.localize, self.tp.group.size) | dict(self.bound.per_unit))
+        divide(module, self.bound.localize, self.tp.group.size)
+        for name, shared in self.bound.per_unit:
+            divide(module, (name,), shared)
         wrap(module, self.bound, self.name, self.tp)
         return module
 

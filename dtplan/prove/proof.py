@@ -92,7 +92,7 @@ def prove(
     proof = prove_model(
         lambda: live_model(type(real), config, seed),
         found,
-        given=str(plan),
+        given=plan.name if isinstance(plan, Plan) else str(plan),
         model=model,
         legs=legs_of(tp, sequence_parallel, loss_parallel, fsdp=fsdp),
         seed=seed,
