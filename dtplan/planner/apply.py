@@ -40,6 +40,8 @@ class Applied:
     """What was done to a model: the bound plan, the mesh on which it lies, and whether it is kept on the host."""
 
     bound: BoundPlan
+    planned: BoundPlan
+    """As the plan alone says it, before layers were fused."""
     mesh: DeviceMesh
     cpu_offload: bool = False
     stored: Mapping[str, Stored] = field(default_factory=dict)
@@ -99,7 +101,7 @@ def parallelize(
         cpu_offload=cpu_offload,
     )
 
-    def prepare() -> tuple[Fusing, DeviceMesh | None]:
+    def prepare() -> tuple[BoundPlan, Fusing, DeviceMesh | None]:
         _refuse_second_call(model)
         sizes = _axis_sizes(mesh)
         found = bind(model, plan, **sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
@@ -119,10 +121,10 @@ def parallelize(
                 f"activation_checkpointing={activation_checkpointing!r} recomputes units; {bound.plan} has {units}"
             )
         needed = options.mixed_precision is not None or cpu_offload or bound.fsdp["param_dtype"] is not None
-        return fusing, data_mesh(mesh, needed=needed)
+        return found, fusing, data_mesh(mesh, needed=needed)
 
     every = int(activation_checkpointing)
-    fusing, data = together(prepare)
+    planned, fusing, data = together(prepare)
     bound = fusing.bound
     check_same_model(model, bound.json_text())
     check_same_weights(model, mesh)
@@ -140,7 +142,8 @@ def parallelize(
         shard_with_fsdp(model, bound, data, options)
     _mark_shared(model, stored, mesh)
     _guard(model, bound)
-    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh, cpu_offload=cpu_offload, stored=stored))
+    done = Applied(bound=bound, planned=planned, mesh=mesh, cpu_offload=cpu_offload, stored=stored)
+    setattr(model, _ATTRIBUTE, done)
     return model
 
 
@@ -265,7 +268,7 @@ def _mark_shared(model: nn.Module, stored: Mapping[str, Stored], mesh: DeviceMes
     number = mesh.get_local_rank("shard") if shards > 1 else 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         one = stored.get(name)
-        if one is None or all(copies == 1 for _, _, copies in one.spans()):
+        if one is None or not one.shared:
             continue
         step = -(-one.rows // shards) if one.dim == 0 else one.rows
         first = step * number if one.dim == 0 else 0

@@ -7,11 +7,12 @@ the wire a ring sends 2(n-1)/n of them for an all-reduce and (n-1)/n for a gathe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, dtype_bytes
+from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, dtype_bytes
 from dtplan.planner.norms import sums_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -29,6 +30,8 @@ _OPS: dict[str, tuple[Kind | None, Kind | None]] = {
     "slice": (None, "all_gather"),
 }
 OUTSIDE = "outside the layers"
+_BETWEEN = re.compile(r"\.(?![^{]*\})")
+"""The dots between segments of a pattern, not those of `{0..3}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +46,12 @@ class Entry:
     direction: Direction
     count: int
     bytes: int
+    ranks: int | None = None
+    """Of a part of the axis: how many ranks it joins."""
 
     def wire_bytes(self, size: int) -> int:
         """Bytes that each rank of an axis of ``size`` ranks sends in all calls, with a ring."""
+        size = self.ranks or size
         share = (2 if self.kind == "all_reduce" else 1) * (size - 1) / size
         return int(self.count * self.bytes * share)
 
@@ -113,7 +119,7 @@ def layer_of(bound: BoundPlan, module: BoundModule) -> str:
     for name in module.names[:1]:
         for unit in bound.fsdp_units:
             if name == unit or name.startswith(unit + "."):
-                return ".".join(module.pattern.split(".")[: unit.count(".") + 1])
+                return ".".join(_BETWEEN.split(module.pattern)[: unit.count(".") + 1])
     return OUTSIDE
 
 
@@ -121,19 +127,24 @@ def _moves(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
     for module in bound.modules:
         shared = () if module.shared is None else (module.shared,)
         for move in (*module.inputs, *shared, *module.outputs):
-            forward, backward = _OPS[move.op]
-            size = tokens * _features(bound, move)
-            for direction, kind in (("forward", forward), ("backward", backward)):
-                if kind is not None:
-                    yield Entry(
-                        layer=layer_of(bound, module),
-                        cause=module.pattern,
-                        kind=kind,
-                        axis="tp",
-                        direction=direction,  # type: ignore[arg-type]
-                        count=len(module.names),
-                        bytes=size,
-                    )
+            yield from move_entries(bound, module, move, tokens)
+
+
+def move_entries(bound: BoundPlan, module: BoundModule, move: BoundMove, tokens: int) -> Iterator[Entry]:
+    """The collectives of one move of ``module``; ``tokens`` is the bytes of one feature of the whole batch."""
+    forward, backward = _OPS[move.op]
+    size = tokens * _features(bound, move)
+    for direction, kind in (("forward", forward), ("backward", backward)):
+        if kind is not None:
+            yield Entry(
+                layer=layer_of(bound, module),
+                cause=module.pattern,
+                kind=kind,
+                axis="tp",
+                direction=direction,  # type: ignore[arg-type]
+                count=len(module.names),
+                bytes=size,
+            )
 
 
 def _norms(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
@@ -158,39 +169,29 @@ def _features(bound: BoundPlan, move: BoundMove) -> int:
 
 
 def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
-    """Whole parameters with partial gradients: one all-reduce for all of them, or one a layer."""
-    sizes: dict[str, tuple[int, int]] = {}
+    """What ranks share and see parts of the work of: one all-reduce for all that as many share, or one a layer."""
+    sizes: dict[tuple[str, int], tuple[int, int]] = {}
     for module in bound.modules:
         layer = layer_of(bound, module) if by_unit else OUTSIDE
-        size = sum(_summed(tensor, bound.tp) * dtype_bytes(tensor.dtype) for tensor in module.tensors)
-        if size:
-            before = sizes.get(layer, (0, 0))[1]
-            inside = by_unit and layer != OUTSIDE
-            sizes[layer] = (
-                len(module.names) if inside else 1,
-                before + size * (1 if inside else len(module.names)),
-            )
+        inside = by_unit and layer != OUTSIDE
+        for tensor in module.tensors:
+            for ranks, elements in tensor.summed_elements(bound.tp).items():
+                size = elements * dtype_bytes(tensor.dtype) * (1 if inside else len(module.names))
+                before = sizes.get((layer, ranks), (0, 0))[1]
+                sizes[layer, ranks] = (len(module.names) if inside else 1, before + size)
     return [
         Entry(
             layer=layer,
-            cause="gradients of whole parameters",
+            cause="gradients of whole parameters" if ranks == bound.tp else f"gradients of what {ranks} ranks share",
             kind="all_reduce",
             axis="tp",
             direction="backward",
             count=count,
             bytes=size,
+            ranks=ranks,
         )
-        for layer, (count, size) in sizes.items()
+        for (layer, ranks), (count, size) in sizes.items()
     ]
-
-
-def _summed(tensor: BoundTensor, tp: int) -> int:
-    """Elements of a rank's gradient that are summed with those of other ranks."""
-    whole = math.prod(tensor.local_shape)
-    return sum(
-        sum(size * whole // tensor.local_shape[dim] for dim, _, size in spans) if spans else whole
-        for spans in tensor.summed(tp).values()
-    )
 
 
 def _loss(bound: BoundPlan, tokens: int) -> list[Entry]:
