@@ -115,8 +115,8 @@ class Bench:
                 whole = module._parameters[leaf]
                 assert whole is not None
                 module._parameters[leaf] = nn.Parameter(_part(whole.detach(), lies, rank, degree), requires_grad=False)
-        for owner in dict.fromkeys(owner for owner, _ in divided):
-            divide(root.get_submodule(owner), {path: by for (name, path), by in divided.items() if name == owner})
+        for (owner, path), parts in divided.items():
+            divide(root.get_submodule(owner), (path,), parts)
         return root
 
     def _sizes(self) -> set[int]:
