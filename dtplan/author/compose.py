@@ -54,7 +54,8 @@ class Block:
             self._branch(branch, cuttings, form)
         self._stream(parallel=parallel)
         self._unseen()
-        self._put("", {"parallel_residual": self._stream_argument()} if parallel else {"input": "residual"})
+        keys = {"parallel_residual": self._stream_argument()} if parallel else {"input": "residual"}
+        self._put("", keys, notes=self._flattened())
 
     def ordered(self) -> list[RuleDraft]:
         """The rules as the modules run: the block, then each module before what is in it."""
@@ -298,6 +299,16 @@ class Block:
         module = self.module.get_submodule(name)
         tensors = [n for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
         return bool(tensors) and all(f"{pattern_of(name)}.{tensor}" in self.rules for tensor in tensors)
+
+    def _flattened(self) -> tuple[str, ...]:
+        """A note where the block itself makes one dim of batch and sequence, in front of a cut layer."""
+        stream = first_tensor([self.trace.calls[""].args, dict(self.trace.calls[""].kwargs)])
+        loose = [p for c in self.cuttings if not c.group.root for p in c.group.first]
+        flat = [p for p in loose if stream is not None and p.read.dim() != stream.dim()]
+        if not flat:
+            return ()
+        names = ", ".join(dict.fromkeys(_leaf_of(p.parameter) for p in flat))
+        return (f"the block flattens [batch, sequence] in front of {names}: no sequence parallelism with this model",)
 
     # --- arguments
 
