@@ -20,14 +20,13 @@ from dtplan.author.new import New, new_plan, proved
 from dtplan.author.opinion import with_opinion
 from dtplan.author.writer import folded, plan_text
 from dtplan.cli import cli
-from dtplan.plan.library import builtin_plans
 from dtplan.plan.read import check, load_plan, parse_plan
 from dtplan.plan.spec import Plan
 from dtplan.planner.bind import bind
 from dtplan.prove.shrink import CannotProveError
 from dtplan.testing import assert_plan_equivalent
 from tests.families import CONFIGS, on_meta, plan_file
-from tests.models import llama, neox
+from tests.models import neox
 from tests.models import on_meta as meta_of
 
 

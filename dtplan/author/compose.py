@@ -14,6 +14,7 @@ from torch import nn
 from dtplan.author.cutting import Cutting, cutting_of
 from dtplan.author.draft import RuleDraft
 from dtplan.author.groups import Branch, branches_of
+from dtplan.author.owned import parameters_of, tensors_of
 from dtplan.author.parts import Lies, Part
 from dtplan.author.trace import STREAM, Product, Trace, first_tensor, is_stream, tensors_in
 from dtplan.author.units import Units
@@ -91,7 +92,7 @@ class Block:
     def _behind(self) -> bool:
         """Whether a module with parameters works on what a branch gave, before it joins."""
         ends = {p.number for branch in self.branches for group in branch.groups for p in group.last}
-        calls = [c for c in self.trace.calls.values() if c.name and self.module.get_submodule(c.name)._parameters]
+        calls = [c for c in self.trace.calls.values() if c.name and parameters_of(self.module.get_submodule(c.name))]
         return any(c.last and c.last <= ends for c in calls)
 
     def _form(self, branch: Branch) -> Form:
@@ -130,7 +131,8 @@ class Block:
         self._put(owner, keys)
 
     def _undecided(self, cutting: Cutting) -> None:
-        notes = (
+        no_notes: tuple[str, ...] = ()
+        notes: tuple[str, ...] = (
             f"not decided: {cutting.why_not}",
             "choices: `replicate` for each (every rank does all of it), or cut what hangs together by hand",
         )
@@ -138,7 +140,7 @@ class Block:
             owner = pattern_of(product.parameter.rpartition(".")[0])
             if owner not in self.rules:
                 self._put(owner, {"style": "todo"}, notes=notes)
-                notes = ()
+                notes = no_notes
 
     def _group(self, cutting: Cutting, form: Form, root: str) -> None:
         group = cutting.group
@@ -188,7 +190,7 @@ class Block:
 
     def _owners(self, cutting: Cutting) -> list[str]:
         """Modules whose own parameters belong to the group, once for a list of experts."""
-        owners = {}
+        owners: dict[str, str] = {}
         for name in cutting.parameters:
             owners.setdefault(pattern_of(name.rpartition(".")[0]), name.rpartition(".")[0])
         return list(owners.values())
@@ -261,13 +263,13 @@ class Block:
         for call in self.trace.calls.values():
             module = self.module.get_submodule(call.name)
             path = pattern_of(call.name)
-            if not call.name or path in self.rules or not module._parameters or self._is_ruled(call.name):
+            if not call.name or path in self.rules or not parameters_of(module) or self._is_ruled(call.name):
                 continue
             given = [t for t in tensors_in([call.args, call.kwargs]) if t.is_floating_point()]
             out = first_tensor(call.out)
-            sums = [t for t in module._parameters.values() if t is not None]
+            own = parameters_of(module).values()
             keeps_shape = len(given) == 1 and out is not None and given[0].shape == out.shape
-            if keeps_shape and all(t.dim() == 1 for t in sums):
+            if keeps_shape and all(t.dim() == 1 for t in own):
                 reads_input = parallel and is_stream(call.last)
                 outer = self._outer(call.name)
                 if outer:
@@ -282,11 +284,11 @@ class Block:
     def _unseen(self) -> None:
         """Modules that own something and that no rule names yet."""
         for name, module in self.module.named_modules():
-            tensors = [n for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
+            tensors = tensors_of(module)
             path = pattern_of(name)
             if not tensors or path in self.rules or self._is_ruled(name) or not name:
                 continue
-            if not any(module._parameters.values()):
+            if not parameters_of(module):
                 self._put(name, {"style": "replicate"})
                 continue
             seen = "it was not called on tokens" if name not in self.trace.calls else "it lies outside of every branch"
@@ -296,8 +298,7 @@ class Block:
 
     def _is_ruled(self, name: str) -> bool:
         """Whether rules on its parameters, one by one, cover a module."""
-        module = self.module.get_submodule(name)
-        tensors = [n for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
+        tensors = tensors_of(self.module.get_submodule(name))
         return bool(tensors) and all(f"{pattern_of(name)}.{tensor}" in self.rules for tensor in tensors)
 
     def _flattened(self) -> tuple[str, ...]:

@@ -52,8 +52,9 @@ def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) ->
     cut = [one for one in parameters.values() if one.kind == "cut"]
     count = _units(cut, found.columns) or columns.components
     for product in group.last:
-        kind = "cut" if product.dim is not None else "tangled"
-        parameters[product.parameter] = Lies(kind, product.dim or 0, (Part(found.columns, count),))
+        parts = (Part(found.columns, count),)
+        told = Lies("tangled") if product.dim is None else Lies("cut", product.dim, parts)
+        parameters[product.parameter] = told
     parameters = _with_biases(parameters, group.exits)
     cutting = Cutting(
         group=group,
@@ -85,9 +86,9 @@ def _with_biases(parameters: dict[str, Lies], exits: Collection[str]) -> dict[st
     for name, one in list(parameters.items()):
         weight_name = name.removesuffix("bias") + "weight"
         weight = parameters.get(weight_name)
-        if name.endswith(".bias") and weight and weight.kind == "cut" and one.kind != "cut":
-            if pattern_of(weight_name) not in exits:
-                parameters[name] = Lies("cut", 0, weight.parts)
+        is_last = pattern_of(weight_name) in exits
+        if name.endswith(".bias") and weight and weight.kind == "cut" and one.kind != "cut" and not is_last:
+            parameters[name] = Lies("cut", 0, weight.parts)
     return parameters
 
 

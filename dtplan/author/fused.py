@@ -71,7 +71,7 @@ def _of_group(block: Block, cutting: Cutting) -> Iterator[Keys]:
 
 
 def _mlp(block: Block, cutting: Cutting, norm: str, columns: Sequence[str], down: str) -> dict[str, Any] | None:
-    """The fused MLP, if the group's module computes one; a gelu may be the erf form, which is told when it is applied."""
+    """The fused MLP, if the group's module computes one; a gelu may be the erf form, which is told when applied."""
     root = cutting.group.root
     leaves = [name.removeprefix(f"{root}.") for name in (*columns, down)]
     if not root or len(columns) > 2 or any("." in leaf for leaf in leaves):
@@ -80,7 +80,7 @@ def _mlp(block: Block, cutting: Cutting, norm: str, columns: Sequence[str], down
     orders = [(None, columns[0])] if len(columns) == 1 else [(columns[0], columns[1]), (columns[1], columns[0])]
     for gate, up in orders:
         for activation in GATED if gate else ACTIVATIONS:
-            names = {"gate": gate and gate.rpartition(".")[2], "up": up.rpartition(".")[2], "down": leaves[-1]}
+            names: dict[str, Any] = {"gate": gate and _leaf(gate), "up": _leaf(up), "down": leaves[-1]}
             plain = GATED.get(activation, activation) == "gelu"
             if mlp_computes(module, activation, **names) or (
                 plain and mlp_computes(module, activation, erf=True, **names)
@@ -114,6 +114,10 @@ def _norm_before(block: Block, first: Sequence[Product]) -> str | None:
 def _same_memory(first: Sequence[Product], call: Call) -> bool:
     out = next(iter(tensors_in([call.out])))
     return all(p.read.data_ptr() == out.data_ptr() and p.read.numel() == out.numel() for p in first)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _owner(product: Product) -> str:

@@ -106,15 +106,14 @@ class Bench:
         return [p.read.movedim(p.along, -1) for p in products]
 
     def _on_rank(self, rank: int, degree: int, divided: Mapping[Number, int]) -> nn.Module:
-        root = _copied(self._root)
+        root: nn.Module = _copied(self._root)
         prefix = f"{self.group.root}." if self.group.root else ""
         for name, lies in self.parameters.items():
             if lies.kind == "cut" and name.startswith(prefix):
                 owner, _, leaf = name.removeprefix(prefix).rpartition(".")
                 module = root.get_submodule(owner)
-                whole = module._parameters[leaf]
-                assert whole is not None
-                module._parameters[leaf] = nn.Parameter(_part(whole.detach(), lies, rank, degree), requires_grad=False)
+                own = _part(getattr(module, leaf).detach(), lies, rank, degree)
+                setattr(module, leaf, nn.Parameter(own, requires_grad=False))
         for (owner, path), parts in divided.items():
             divide(root.get_submodule(owner), (path,), parts)
         return root
@@ -166,7 +165,7 @@ def watched(root: nn.Module) -> dict[Number, int]:
 
 
 def _noting(thing: Any, owner: str, prefix: str, seen: dict[Number, int]) -> Any:
-    kind = type(thing)
+    kind: Any = type(thing)
 
     def read(this: Any, name: str) -> Any:
         value = kind.__getattribute__(this, name)

@@ -140,8 +140,8 @@ def _verdict(proof: Proof) -> tuple[str, ...]:
             seen.setdefault(leg.reason, []).append(str(leg.leg))
         for finding in leg.findings:
             says = finding.says if finding.what == "plan" else finding.kind
-            told = f"{finding.name}: {says}" + (f" -> {finding.advice}" if finding.advice else "")
-            seen.setdefault(told, []).append(str(leg.leg))
+            text = f"{finding.name}: {says}" + (f" -> {finding.advice}" if finding.advice else "")
+            seen.setdefault(text, []).append(str(leg.leg))
     told = [
         f"- {text} ({legs[0]}{f' and {len(legs) - 1} more' if len(legs) > 1 else ''})" for text, legs in seen.items()
     ]

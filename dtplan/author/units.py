@@ -91,9 +91,7 @@ class Units:
     def in_order(self) -> dict[str, Any]:
         """Heads before columns before the vocabulary."""
         order = ["head", "kv_head", "ffn", "expert_ffn", "shared_ffn"]
-        return dict(
-            sorted(self.used.items(), key=lambda item: (order + [item[0]]).index(item[0]) + (item[0] == "vocab"))
-        )
+        return dict(sorted(self.used.items(), key=lambda item: [*order, item[0]].index(item[0]) + (item[0] == "vocab")))
 
     def shared(self, count: int) -> str | None:
         """The unit of ``count``, of which several ranks may have the same one.

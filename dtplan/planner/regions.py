@@ -69,7 +69,7 @@ class Regions:
         return bool(parent) and {"colwise", "rowwise"} <= styles
 
     def reads_stream(self, pattern: str) -> bool:
-        """Whether the module around is a block on the residual stream, where norms and cut layers may lie side by side."""
+        """Whether the module around is a block on the residual stream: norms may lie beside cut layers in it."""
         rule = self._rule_of.get(pattern.rpartition(".")[0])
         return rule is not None and any(move.dst == RESIDUAL for _, move in rule.inputs)
 
