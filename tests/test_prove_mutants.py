@@ -58,15 +58,19 @@ LEGS = (Leg(tp=2, sequence_parallel=True, loss_parallel=True), Leg(tp=2))
 PREPARED = "the module around gives it its input whole, and sums its gradient: there is nothing left to do"
 UNGROUPED = "each linear prepares its own input: more collectives, the same numbers"
 UNREAD = "nothing outside reads the norm's shape: the head's own input is declared"
+NOT_HERE = "the config has no such module: the rule is for others of the family"
 IS_SO = "the sum is left to the block in the plan itself"
 _QKV = {f"model.layers.*.self_attn.{x}_proj: input kept": PREPARED for x in "qkv"}
+_MLP = {
+    "model.layers.*.mlp: dropped": UNGROUPED,
+    "model.layers.*.mlp: input kept": UNGROUPED,
+    "model.layers.*.mlp.gate_proj: input kept": PREPARED,
+    "model.layers.*.mlp.up_proj: input kept": PREPARED,
+}
 EQUIVALENT: dict[str, dict[str, str]] = {
     "llama": {
         **_QKV,
-        "model.layers.*.mlp: dropped": UNGROUPED,
-        "model.layers.*.mlp: input kept": UNGROUPED,
-        "model.layers.*.mlp.gate_proj: input kept": PREPARED,
-        "model.layers.*.mlp.up_proj: input kept": PREPARED,
+        **_MLP,
         "model.norm: local shape shown": UNREAD,
     },
     "llama, tied": {"model.norm: local shape shown": UNREAD},
@@ -97,6 +101,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "transformer.h.*.mlp: input kept": UNGROUPED,
         "transformer.h.*.mlp.c_fc: input kept": PREPARED,
     },
+    "falcon": {
+        "transformer.h.*.self_attention: input kept": UNGROUPED,
+        "transformer.h.*.self_attention.query_key_value: input kept": PREPARED,
+        "transformer.h.*.mlp: dropped": UNGROUPED,
+        "transformer.h.*.mlp: input kept": UNGROUPED,
+        "transformer.h.*.mlp.dense_h_to_4h: input kept": PREPARED,
+        **{
+            f"transformer.h.*.post_attention_layernorm: {what}": NOT_HERE
+            for what in ("dropped", "gradient complete", "gradient summed")
+        },
+    },
     "gpt_oss": _QKV,
     "gptj": {
         **{f"transformer.h.*.attn.{x}_proj: input kept": PREPARED for x in "qkv"},
@@ -105,6 +120,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "transformer.h.*.mlp.fc_out: sum left undone": IS_SO,
     },
     "mixtral": _QKV,
+    "olmo2": {**_QKV, **_MLP},
     "phi3": {
         "model.layers.*.self_attn.qkv_proj: input kept": PREPARED,
         "model.layers.*.mlp: dropped": UNGROUPED,
