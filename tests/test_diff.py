@@ -190,6 +190,17 @@ def test_two_built_in_plans_in_the_plans_own_words() -> None:
     assert told == ["model.layers.*.self_attn.o_proj: output residual -> R"]
 
 
+def test_siblings_are_told_together_only_where_they_say_the_same() -> None:
+    before = parse_plan("dtplan: 1\nrules: {m.a: rowwise, m.b: rowwise, m.c: rowwise, n: rowwise}")
+    outputs = "m.a: {style: rowwise, output: R}, m.b: {style: rowwise, output: P}, m.c: {style: rowwise, output: R}"
+    after = parse_plan(f"dtplan: 1\nrules: {{{outputs}, n: {{style: rowwise, output: R}}}}")
+    assert lines(diff(before, after)) == [
+        "m.{a,c}: output residual -> R",
+        "m.b: output residual -> P",
+        "n: output residual -> R",
+    ]
+
+
 # --- bound plans
 
 
@@ -380,6 +391,7 @@ def test_many_names_are_spelled_as_one_and_come_back(names: list[str], text: str
 def test_a_plan_and_a_live_model(simulated: Callable[..., list[Any]]) -> None:
     """Equal right after parallelize; then what another plan would do, and what became of the parameters."""
     model = build(llama())
+    model.model.embed_tokens.weight.requires_grad_(False)
 
     def rank(_: int) -> tuple[Diff, Diff]:
         live = copy.deepcopy(model)

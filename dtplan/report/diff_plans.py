@@ -20,11 +20,8 @@ Said = dict[str, str]
 def diff_plans(before: Plan, after: Plan) -> Diff:
     """Every difference in meaning between two plans."""
     found = [*_heads(before, after), *_all_rules(before, after), *_tails(before, after)]
-    names = [before.files[0], after.files[0]]
-    titles = [
-        f"{p.name} ({file})" if file != f"{p.name}.yaml" else p.name
-        for p, file in zip((before, after), names, strict=True)
-    ]
+    alike = before.name == after.name
+    titles = [f"{plan.name} ({plan.files[0]})" if alike else plan.name for plan in (before, after)]
     return Diff(before=f"plan {titles[0]}", after=f"plan {titles[1]}", differences=folded(found))
 
 
