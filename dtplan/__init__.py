@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dtplan.planner.clip import clip_grad_norm_
     from dtplan.planner.compiled import compile_model
     from dtplan.planner.degrees import Degrees
+    from dtplan.planner.graphed import GraphedStep
     from dtplan.planner.loss import cross_entropy
     from dtplan.report.diff import diff
     from dtplan.smp import State, get_state, init, is_initialized, reset, transform
@@ -41,6 +42,7 @@ _HOMES = {
     "parse_plan": "dtplan.plan.read",
     "BoundPlan": "dtplan.planner.bound",
     "Degrees": "dtplan.planner.degrees",
+    "GraphedStep": "dtplan.planner.graphed",
     "applied": "dtplan.planner.apply",
     "bind": "dtplan.planner.bind",
     "clip_grad_norm_": "dtplan.planner.clip",
@@ -69,6 +71,7 @@ __all__ = [
     "DegreesError",
     "Diagnostic",
     "DtplanError",
+    "GraphedStep",
     "Plan",
     "PlanError",
     "Resumed",

@@ -119,6 +119,7 @@ SAMPLES: dict[str, str] = {
     "output": "{style: rowwise, output: P}",
     "parallel_residual": "{parallel_residual: x}",
     "localize": "{style: replicate, localize: [n]}",
+    "localize_per": "{style: colwise, unit: u, localize_per: {n: u}}",
     "reads": "{style: replicate, reads: [n]}",
     "below": "{style: replicate, below: true}",
     "optional": "{style: replicate, optional: true}",

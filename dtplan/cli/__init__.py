@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, compare, completion, doctor, lock, plans, prove, show
+from dtplan.cli import checkpoints, compare, completion, doctor, lock, new, plans, prove, report, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -20,12 +20,14 @@ def cli() -> None:
 
 for command in (
     plans.list_plans,
+    new.new,
     plans.lint,
     show.show,
+    prove.prove,
     compare.diff,
     lock.lock_command,
+    report.report,
     doctor.doctor,
-    prove.prove,
     checkpoints.roundtrip,
     checkpoints.convert,
     plans.schema,

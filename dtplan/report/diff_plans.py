@@ -120,6 +120,7 @@ class _Saying:
             "input": self._moves(self._inputs(), first=0, side="input"),
             "output": self._moves(self._outputs(), first=None, side="output"),
             "localize": tuple(sorted(rule.localize)) or None,
+            "localize_per": _flow_mapping(dict(rule.localize_per)) if rule.localize_per else None,
             "reads": tuple(sorted(rule.reads)) or None,
         }
         told = {key: word(value) for key, value in said.items() if value is not None}

@@ -147,9 +147,11 @@ def _brief(value: Any, key: str = "") -> Any:
 
 def _whole(bound: Mapping[str, Any], path: str) -> dict[str, Any]:
     """What ``_brief`` took out and ``bound_from_json`` asks for; the place of every rule is the lock."""
-    data = {"schema_version": BOUND_VERSION} | {key: _lengthened(key, value) for key, value in bound.items()}
+    empty: dict[str, Any] = {key: [] for key in ("modules", "ties", "units", "fsdp_units")}
+    data = {"schema_version": BOUND_VERSION, **empty} | {key: _lengthened(key, value) for key, value in bound.items()}
     for entry in (*_entries(data, "modules"), *_entries(data, "te")):
         entry["rule"] = path
+        entry.setdefault("names", [])
     for entry in _entries(data, "units"):
         entry["allows"] = [int(number) for number in entry["allows"]]
     return data
