@@ -268,7 +268,7 @@ def _mark_shared(model: nn.Module, stored: Mapping[str, Stored], mesh: DeviceMes
     number = mesh.get_local_rank("shard") if shards > 1 else 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         one = stored.get(name)
-        if one is None or all(copies == 1 for _, _, copies in one.spans()):
+        if one is None or not one.shared:
             continue
         step = -(-one.rows // shards) if one.dim == 0 else one.rows
         first = step * number if one.dim == 0 else 0

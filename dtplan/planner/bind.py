@@ -307,6 +307,8 @@ class _Binder:
         bound = []
         for value, move in moves:
             position, name = self._argument(group, rule, value)
+            if move.src == R and self._regions.stays_whole(group.pattern):
+                move = dataclasses.replace(move, dst=R)  # noqa: PLW2901 - nothing in it is cut
             entry = input_move(move, self.layouts, value=position, name=name, whole=whole)
             bound.append(dataclasses.replace(entry, units=self._count_of(move.unit)))
         return tuple(bound)

@@ -83,6 +83,14 @@ class BoundTensor:
                 spans[copies] = (*spans.get(copies, ()), (self.placement.dim, start, size))
         return spans
 
+    def summed_elements(self, tp: int) -> dict[int, int]:
+        """Of how many elements of a rank's part the gradient is summed, by the number of ranks."""
+        own = math.prod(self.local_shape)
+        return {
+            ranks: sum(size * own // self.local_shape[dim] for dim, _, size in spans) if spans else own
+            for ranks, spans in self.summed(tp).items()
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundModule:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, dtype_bytes
+from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, dtype_bytes
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Direction = Literal["forward", "backward"]
@@ -45,9 +45,12 @@ class Entry:
     direction: Direction
     count: int
     bytes: int
+    ranks: int | None = None
+    """Of a part of the axis: how many ranks it joins."""
 
     def wire_bytes(self, size: int) -> int:
         """Bytes that each rank of an axis of ``size`` ranks sends in all calls, with a ring."""
+        size = self.ranks or size
         share = (2 if self.kind == "all_reduce" else 1) * (size - 1) / size
         return int(self.count * self.bytes * share)
 
@@ -168,39 +171,29 @@ def _features(bound: BoundPlan, move: BoundMove) -> int:
 
 
 def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
-    """Whole parameters with partial gradients: one all-reduce for all of them, or one a layer."""
-    sizes: dict[str, tuple[int, int]] = {}
+    """What ranks share and see parts of the work of: one all-reduce for all that as many share, or one a layer."""
+    sizes: dict[tuple[str, int], tuple[int, int]] = {}
     for module in bound.modules:
         layer = layer_of(bound, module) if by_unit else OUTSIDE
-        size = sum(summed_elements(tensor, bound.tp) * dtype_bytes(tensor.dtype) for tensor in module.tensors)
-        if size:
-            before = sizes.get(layer, (0, 0))[1]
-            inside = by_unit and layer != OUTSIDE
-            sizes[layer] = (
-                len(module.names) if inside else 1,
-                before + size * (1 if inside else len(module.names)),
-            )
+        inside = by_unit and layer != OUTSIDE
+        for tensor in module.tensors:
+            for ranks, elements in tensor.summed_elements(bound.tp).items():
+                size = elements * dtype_bytes(tensor.dtype) * (1 if inside else len(module.names))
+                before = sizes.get((layer, ranks), (0, 0))[1]
+                sizes[layer, ranks] = (len(module.names) if inside else 1, before + size)
     return [
         Entry(
             layer=layer,
-            cause="gradients of whole parameters",
+            cause="gradients of whole parameters" if ranks == bound.tp else f"gradients of what {ranks} ranks share",
             kind="all_reduce",
             axis="tp",
             direction="backward",
             count=count,
             bytes=size,
+            ranks=ranks,
         )
-        for layer, (count, size) in sizes.items()
+        for (layer, ranks), (count, size) in sizes.items()
     ]
-
-
-def summed_elements(tensor: BoundTensor, tp: int) -> int:
-    """Elements of a rank's gradient that are summed with those of other ranks."""
-    whole = math.prod(tensor.local_shape)
-    return sum(
-        sum(size * whole // tensor.local_shape[dim] for dim, _, size in spans) if spans else whole
-        for spans in tensor.summed(tp).values()
-    )
 
 
 def _loss(bound: BoundPlan, tokens: int) -> list[Entry]:

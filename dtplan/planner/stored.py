@@ -55,6 +55,11 @@ class Stored:
         return cls(dim=dim, tp=tp, parts=tuple(Part(source=name, start=a, size=b, copies=c) for a, b, c in parts))
 
     @property
+    def shared(self) -> bool:
+        """Whether several ranks keep the same rows."""
+        return any(part.copies > 1 for part in self.parts)
+
+    @property
     def rows(self) -> int:
         """Rows of the stored dim on every rank."""
         return sum(part.size * part.copies // self.tp for part in self.parts)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, dtype_bytes
-from dtplan.planner.ledger import OUTSIDE, Entry, Kind, layer_of, move_entries, norm_entries, summed_elements
+from dtplan.planner.ledger import OUTSIDE, Entry, Kind, layer_of, move_entries, norm_entries
 from dtplan.report.diff import Effect
 from dtplan.report.words import spelled
 
@@ -42,8 +42,8 @@ class Side:
         """Bytes that a rank sends to sum the gradients of ``names`` such tensors."""
         if tensor is None or self.bound.tp == 1:
             return 0
-        tp = self.bound.tp
-        return int(names * summed_elements(tensor, tp) * dtype_bytes(tensor.dtype) * 2 * (tp - 1) / tp)
+        sent = sum(count * 2 * (ranks - 1) / ranks for ranks, count in tensor.summed_elements(self.bound.tp).items())
+        return int(names * sent * dtype_bytes(tensor.dtype))
 
 
 @dataclass(frozen=True, slots=True)
