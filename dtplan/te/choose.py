@@ -208,6 +208,8 @@ class _Chooser:
         weight = next(t for t in module.tensors if t.name == "weight")
         if weight.placement != S(cut):
             raise _Unfit(f"{_leaf(name)} is {weight.placement}, not {S(cut)}")
+        if weight.shared:
+            raise _Unfit(f"{_leaf(name)} has heads that several ranks keep")
         if weight.sections:
             raise _Unfit(f"{_leaf(name)} is cut in sections")
         if weight.shape[cut] % self.bound.tp:
