@@ -72,9 +72,18 @@ def _mlp(block: Block, cutting: Cutting, norm: str, columns: Sequence[str], down
         for activation in GATED if gate else ACTIVATIONS:
             names = {"gate": gate and gate.rpartition(".")[2], "up": up.rpartition(".")[2], "down": leaves[-1]}
             plain = GATED.get(activation, activation) == "gelu"
-            if mlp_computes(module, activation, **names) or (plain and mlp_computes(module, activation, erf=True, **names)):
+            if mlp_computes(module, activation, **names) or (
+                plain and mlp_computes(module, activation, erf=True, **names)
+            ):
                 gated = {"gate": gate} if gate else {}
-                return {"layer": "LayerNormMLP", "norm": norm, **gated, "up": up, "down": down, "activation": activation}
+                return {
+                    "layer": "LayerNormMLP",
+                    "norm": norm,
+                    **gated,
+                    "up": up,
+                    "down": down,
+                    "activation": activation,
+                }
     return None
 
 

@@ -129,7 +129,9 @@ def _verdict(proof: Proof) -> tuple[str, ...]:
             says = finding.says if finding.what == "plan" else finding.kind
             told = f"{finding.name}: {says}" + (f" -> {finding.advice}" if finding.advice else "")
             seen.setdefault(told, []).append(str(leg.leg))
-    told = [f"- {text} ({legs[0]}{f' and {len(legs) - 1} more' if len(legs) > 1 else ''})" for text, legs in seen.items()]
+    told = [
+        f"- {text} ({legs[0]}{f' and {len(legs) - 1} more' if len(legs) > 1 else ''})" for text, legs in seen.items()
+    ]
     return (head, *told[:_MOST_FINDINGS])
 
 

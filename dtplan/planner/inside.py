@@ -13,7 +13,8 @@ from dtplan.planner.bound import BoundUnit
 from dtplan.planner.localize import number_at
 from dtplan.planner.placing import PlacingError, module_kind
 from dtplan.planner.units import copies_of
-from dtplan.te.probe import Norm, norm_of
+from dtplan.te.norm import Norm
+from dtplan.te.probe import norm_of
 
 
 def local_sizes(module: nn.Module, names: tuple[str, ...], tp: int) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, dtype_bytes
-from dtplan.planner.norms import sums_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Direction = Literal["forward", "backward"]
@@ -148,20 +147,23 @@ def move_entries(bound: BoundPlan, module: BoundModule, move: BoundMove, tokens:
 
 
 def _norms(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
-    """Norms over a dim that is cut: a number a token, in float32."""
     for module in bound.modules:
-        if module.norm is not None:
-            directions: tuple[Direction, ...] = ("forward", "backward")
-            for direction in directions:
-                yield Entry(
-                    layer=layer_of(bound, module),
-                    cause=module.pattern,
-                    kind="all_reduce",
-                    axis="tp",
-                    direction=direction,
-                    count=len(module.names) * sums_of(module.norm),
-                    bytes=4 * tokens,
-                )
+        yield from norm_entries(bound, module, tokens)
+
+
+def norm_entries(bound: BoundPlan, module: BoundModule, tokens: int) -> Iterator[Entry]:
+    """The collectives of a norm over a dim that is cut: a number a token, in float32."""
+    directions: tuple[Direction, ...] = () if module.norm is None else ("forward", "backward")
+    for direction in directions:
+        yield Entry(
+            layer=layer_of(bound, module),
+            cause=module.pattern,
+            kind="all_reduce",
+            axis="tp",
+            direction=direction,
+            count=len(module.names) * (0 if module.norm is None else module.norm.means),
+            bytes=4 * tokens,
+        )
 
 
 def _features(bound: BoundPlan, move: BoundMove) -> int:
@@ -269,7 +271,7 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
         rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise" and _is_cut(m)}
         regions = 1 if joined else len(rows)
         each = 2 if bound.sequence_parallel else 1
-        floor = regions * each + sum(sums_of(module.norm) for module in modules if module.norm is not None)
+        floor = regions * each + sum(module.norm.means for module in modules if module.norm is not None)
         number = max(len(module.names) for module in modules)
         ours = [e for e in entries if e.layer == layer and e.axis == "tp" and not e.cause.startswith("gradients")]
         forward, backward = (sum(e.count for e in ours if e.direction == d) // number for d in ("forward", "backward"))

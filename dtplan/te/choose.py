@@ -14,7 +14,8 @@ from torch import nn
 from dtplan.plan.spec import R, S
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTe, BoundTensor
 from dtplan.te.fused import Choice, Fused, FusedTensor, Kept
-from dtplan.te.probe import GATED, Norm, mlp_computes, norm_of
+from dtplan.te.norm import Norm
+from dtplan.te.probe import GATED, mlp_computes, norm_of
 
 _FP8_MULTIPLE = 16
 
