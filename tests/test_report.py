@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from dtplan.cli import cli
-from dtplan.plan.read import parse_plan
+from dtplan.plan.read import load_plan, parse_plan
 from dtplan.plan.spec import R, S
 from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundPlan, BoundTensor
@@ -30,6 +30,7 @@ from dtplan.report.page.facts import facts
 from dtplan.report.page.glyph import glyph
 from dtplan.report.page.mesh import mesh
 from dtplan.report.page.proofs import ProofError, proof_view
+from dtplan.report.page.source import files
 from dtplan.report.page.tree import ranges, tree
 from dtplan.report.page.view import view
 from dtplan.report.page.words import few, percent
@@ -304,6 +305,25 @@ def test_a_model_that_no_plan_serves():
     assert found.faults == []
     assert len(found.rows()) == 1
     assert "There are no rules." in found.texts["section"][1]
+
+
+def test_a_rule_stands_beside_the_modules_that_it_is_at_work_on(big):
+    (file,) = files(load_plan("llama"), list(tree(big).walk()))
+    used = {line.text.split(":")[0].strip(): line.uses for line in file.lines if line.uses}
+    assert [(use.path.rpartition(".")[2], use.count, use.layouts) for use in used["self_attn.{k,v}_proj"]] == [
+        ("k_proj", 80, ("S(0)",)),
+        ("v_proj", 80, ("S(0)",)),
+    ]
+    assert [use.path for use in used["lm_head"]] == ["lm_head"]
+
+
+def test_a_file_that_says_something_else_by_now_is_not_shown(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("dtplan: 1\nrules:\n  a: replicate\n")
+    plan = load_plan(path)
+    assert [file.name for file in files(plan, [])] == [str(path)]
+    path.write_text("dtplan: 1\nrules:\n  b: replicate\n")
+    assert files(plan, []) == ()
 
 
 # --- pictures
