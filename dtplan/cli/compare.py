@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from dtplan.cli.completion import MODEL, PLAN_OR_BOUND
 from dtplan.cli.options import DTYPES
 from dtplan.plan.read import load_plan
 from dtplan.planner.bound import BoundPlan
@@ -48,9 +49,9 @@ DEGREE, SWITCH = Pair(), Pair({"off": False, "on": True})
 
 
 @click.command("diff")
-@click.argument("before", metavar="A")
-@click.argument("after", metavar="[B]", required=False)
-@click.option("--model", "models", multiple=True, help="Bind both to this model; twice: one for each.")
+@click.argument("before", metavar="A", type=PLAN_OR_BOUND)
+@click.argument("after", metavar="[B]", required=False, type=PLAN_OR_BOUND)
+@click.option("--model", "models", multiple=True, type=MODEL, help="Bind both to this model; twice: one for each.")
 @click.option("--tp", default="1", show_default=True, type=DEGREE, help="Tensor parallel degree; 4,8 for A and B.")
 @click.option("--shard", default="1", show_default=True, type=DEGREE, help="FSDP2 shard degree.")
 @click.option("--replicate", default="1", show_default=True, type=DEGREE, help="Replicas.")

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from dtplan._errors import FindingsError
+from dtplan.cli.completion import MODEL, PLAN_OR_BOUND
 from dtplan.cli.options import as_annotation
 from dtplan.plan.read import load_plan
 from dtplan.report.diff import Diff
@@ -18,8 +19,10 @@ from dtplan.report.lock import Lock, compared, lock, read_lock
 
 
 @click.command("lock")
-@click.argument("given", nargs=-1, metavar="[PLAN | LOCK...]")
-@click.option("--model", help="To write a lock: a model folder, a config.json, or a name that transformers knows.")
+@click.argument("given", nargs=-1, metavar="[PLAN | LOCK...]", type=PLAN_OR_BOUND)
+@click.option(
+    "--model", type=MODEL, help="To write a lock: a model folder, a config.json, or a name that transformers knows."
+)
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor parallel degree.")
 @click.option("--shard", default=1, show_default=True, type=click.IntRange(min=1), help="FSDP2 shard degree.")
 @click.option("--replicate", default=1, show_default=True, type=click.IntRange(min=1), help="Replicas.")

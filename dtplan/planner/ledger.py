@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, dtype_bytes
+from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, dtype_bytes
+from dtplan.planner.norms import sums_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Direction = Literal["forward", "backward"]
@@ -102,6 +103,7 @@ def ledger(
     data_parallel = bound.degrees["shard"] * bound.degrees["replicate"] > 1
     entries = list(_moves(bound, tokens)) if bound.tp > 1 else []
     if bound.tp > 1:
+        entries += _norms(bound, batch * sequence)
         entries += _grad_sums(bound, by_unit=data_parallel or checkpointing)
         entries += _loss(bound, batch * sequence)
     entries += _fsdp(bound)
@@ -142,8 +144,25 @@ def move_entries(bound: BoundPlan, module: BoundModule, move: BoundMove, tokens:
             )
 
 
+def _norms(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
+    """Norms over a dim that is cut: a number a token, in float32."""
+    for module in bound.modules:
+        if module.norm is not None:
+            directions: tuple[Direction, ...] = ("forward", "backward")
+            for direction in directions:
+                yield Entry(
+                    layer=layer_of(bound, module),
+                    cause=module.pattern,
+                    kind="all_reduce",
+                    axis="tp",
+                    direction=direction,
+                    count=len(module.names) * sums_of(module.norm),
+                    bytes=4 * tokens,
+                )
+
+
 def _features(bound: BoundPlan, move: BoundMove) -> int:
-    return move.length or bound.width
+    return move.last or move.length or bound.width
 
 
 def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
@@ -151,7 +170,7 @@ def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
     sizes: dict[str, tuple[int, int]] = {}
     for module in bound.modules:
         layer = layer_of(bound, module) if by_unit else OUTSIDE
-        size = sum(math.prod(t.shape) * dtype_bytes(t.dtype) for t in module.tensors if t.grad == "sum" and t.trainable)
+        size = sum(_summed(tensor, bound.tp) * dtype_bytes(tensor.dtype) for tensor in module.tensors)
         if size:
             before = sizes.get(layer, (0, 0))[1]
             inside = by_unit and layer != OUTSIDE
@@ -171,6 +190,15 @@ def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
         )
         for layer, (count, size) in sizes.items()
     ]
+
+
+def _summed(tensor: BoundTensor, tp: int) -> int:
+    """Elements of a rank's gradient that are summed with those of other ranks."""
+    whole = math.prod(tensor.local_shape)
+    return sum(
+        sum(size * whole // tensor.local_shape[dim] for dim, _, size in spans) if spans else whole
+        for spans in tensor.summed(tp).values()
+    )
 
 
 def _loss(bound: BoundPlan, tokens: int) -> list[Entry]:
@@ -231,7 +259,8 @@ def _fsdp(bound: BoundPlan) -> Iterator[Entry]:
 def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
     """Per layer, against one collective in and one out, each way, for every region of cut work.
 
-    A region is a module that holds row-parallel layers; the branches of a parallel residual are one region.
+    A region is a module that holds row-parallel layers; the branches of a parallel residual are one region. A norm
+    over a dim that is cut takes its own.
     """
     by_layer: dict[str, list[BoundModule]] = {}
     for module in bound.modules:
@@ -244,6 +273,7 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
         rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise"}
         regions = 1 if joined else len(rows)
         each = 2 if bound.sequence_parallel else 1
+        floor = regions * each + sum(sums_of(module.norm) for module in modules if module.norm is not None)
         number = max(len(module.names) for module in modules)
         ours = [e for e in entries if e.layer == layer and e.axis == "tp" and not e.cause.startswith("gradients")]
         forward, backward = (sum(e.count for e in ours if e.direction == d) // number for d in ("forward", "backward"))
@@ -252,9 +282,9 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
             count=number,
             forward=forward,
             backward=backward,
-            floor_forward=regions * each,
-            floor_backward=regions * each,
-            excess=tuple(_excess(modules)) if max(forward, backward) > regions * each else (),
+            floor_forward=floor,
+            floor_backward=floor,
+            excess=tuple(_excess(modules)) if max(forward, backward) > floor else (),
         )
 
 

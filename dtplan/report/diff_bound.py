@@ -22,7 +22,7 @@ _FROM = {"copy": "R", "slice": "R", "reduce": "P", "scatter": "P"}
 _TOLD: dict[type, tuple[str, ...]] = {
     BoundModule: (
         *("pattern", "names", "rule"),  # do not count
-        *("kind", "style", "tensors", "inputs", "outputs", "block", "shared", "localize", "later"),
+        *("kind", "style", "tensors", "inputs", "outputs", "block", "shared", "localize"),
     ),
     BoundTensor: (
         *("name", "shape", "dtype", "placement", "local_shape", "sections", "unit", "grad", "once"),
@@ -216,7 +216,6 @@ def _facts(module: BoundModule) -> Words:
         "style": module.style or "none",
         "parallel residual": module.block,
         "localize": ", ".join(sorted(module.localize)) or None,
-        "not applied yet": ", ".join(module.later) or None,
         **others(module, _TOLD[BoundModule]),
     }
 

@@ -73,8 +73,6 @@ def _modules(bound: BoundPlan) -> Table:
 
 
 def _style(module: BoundModule) -> str:
-    if module.later:
-        return f"{module.style or '-'} (not applied yet: {', '.join(module.later)})"
     return module.style or ("parallel residual" if module.shared else "-")
 
 
@@ -85,6 +83,7 @@ def _shared(module: BoundModule) -> tuple[BoundMove, ...]:
 def _tensor(tensor: BoundTensor) -> str:
     shape = f"{_dims(tensor.shape)} {tensor.placement}"
     parts = [f"{tensor.name} {shape} -> {_dims(tensor.local_shape)}"]
+    parts += [f"a part on {max(tensor.copies)} ranks each"] * tensor.shared
     parts += ["grad summed"] * (tensor.grad == "sum") + ["added once"] * tensor.once
     parts += ["buffer"] * tensor.buffer + ["frozen"] * (not tensor.trainable and not tensor.buffer)
     parts += [f"tied to {tensor.tied_to}"] if tensor.tied_to else []
