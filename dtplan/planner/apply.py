@@ -127,9 +127,8 @@ def parallelize(
     check_same_weights(model, mesh)
     stored: Mapping[str, Stored] = {}
     if "tp" in (mesh.mesh_dim_names or ()):
-        tp = _shard(model, fusing, mesh["tp"])
-        units = bound.fsdp_units if data is not None or every else ()
-        _add_scopes(model, bound, units, tp)
+        tp = shard_on_tp(model, fusing, mesh["tp"], by_unit=data is not None or every > 0)
+        model.forward = _checking_first_batch(model.forward, tp)
         add_streams(model, bound, tp)
         fusing.seal(model)
         stored = tp.stored
@@ -137,7 +136,7 @@ def parallelize(
         checkpoint_units(model, bound, every, fusing.recomputing or recomputed)
     if data is not None:
         shard_with_fsdp(model, bound, data, options)
-    _guard(model, bound)
+    guard(model, bound)
     setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh, cpu_offload=cpu_offload, stored=stored))
     return model
 
@@ -200,7 +199,11 @@ def _computes_in(model: nn.Module, bound: BoundPlan, options: FsdpOptions) -> to
     return asked or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _shard(model: nn.Module, fusing: Fusing, mesh: DeviceMesh) -> Tp:
+def shard_on_tp(model: nn.Module, fusing: Fusing, mesh: DeviceMesh, *, by_unit: bool) -> Tp:
+    """Put the fused layers in, cut parameters and put the moves around modules; nothing is sent between ranks.
+
+    ``by_unit``: gradients of whole parameters are summed once a unit (FSDP2 frees them after it) and not once a model.
+    """
     bound = fusing.bound
     tp = Tp(mesh=mesh, group=Group.of(mesh.get_group()))
     fusing.install(model, tp)
@@ -210,6 +213,7 @@ def _shard(model: nn.Module, fusing: Fusing, mesh: DeviceMesh) -> Tp:
     parallelize_module(model, mesh, dict(styles))
     if root is not None:
         parallelize_module(model, mesh, root)
+    _add_scopes(model, bound, bound.fsdp_units if by_unit else (), tp)
     return tp
 
 
@@ -220,7 +224,6 @@ def _entries(bound: BoundPlan) -> Iterator[tuple[BoundModule, str]]:
 
 
 def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: Tp) -> None:
-    """Sum the gradients of whole parameters once a unit (FSDP2 frees them after it), or once for the model."""
     scopes: dict[str, Scope] = {}
     for module, name in _entries(bound):
         owner = model.get_submodule(name)
@@ -232,7 +235,6 @@ def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: 
     for unit, scope in scopes.items():
         target = model.get_submodule(unit)
         target.forward = _in_scope(target.forward, scope, tp)
-    model.forward = _checking_first_batch(model.forward, tp)
 
 
 def _in_scope(forward: Callable[..., Any], scope: Scope, tp: Tp) -> Callable[..., Any]:
@@ -258,7 +260,7 @@ def _checking_first_batch(forward: Callable[..., Any], tp: Tp) -> Callable[..., 
     return first_checked
 
 
-def _guard(model: nn.Module, bound: BoundPlan) -> None:
+def guard(model: nn.Module, bound: BoundPlan) -> None:
     """The model's own loss reads logits that are cut; what cannot work on a sharded model says so."""
     if bound.loss_parallel and hasattr(type(model), "loss_function"):
         model.loss_function = causal_lm_loss  # type: ignore[assignment]
