@@ -33,7 +33,9 @@ class Precision:
     @classmethod
     def of(cls, dtype: str, mixed: str | None = None) -> Precision:
         """Everything in ``dtype``, or with ``mixed`` parameters and reductions in float32 and computation in it."""
-        return cls(parameters="float32", compute=mixed, reduce="float32") if mixed else cls(dtype, dtype, dtype)
+        if mixed is not None:
+            return cls(parameters="float32", compute=mixed, reduce="float32")
+        return cls(parameters=dtype, compute=dtype, reduce=dtype)
 
     @property
     def mixed(self) -> bool:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -32,7 +31,7 @@ from dtplan.planner.apply import guard, shard_on_tp
 from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.fsdp import checkpoint_units
-from dtplan.sizing.watch import Segment, Watch, watched_units
+from dtplan.sizing.watch import Segment, Watch, local_tensors, watched_units
 from dtplan.te.fuse import Fusing
 
 
@@ -140,7 +139,7 @@ def traced_step(
         guard(model, bound)
         units = [(name, model.get_submodule(name)) for name in bound.fsdp_units]
         ids = torch.zeros(rows, sequence, dtype=torch.long, device="meta")
-        watch = Watch([ids, *_locals(model)])
+        watch = Watch([ids, *local_tensors([*model.parameters(), *model.buffers()])])
         try:
             _step(watch, model, units, ids)
         except (NotImplementedError, RuntimeError) as error:
@@ -166,11 +165,6 @@ def _sorted(segments: list[Segment], stands_for: dict[str, str]) -> Traced:
         segment.end = following.start
     forward, backward = ({s.name: s for s in kept if s.phase == phase} for phase in ("forward", "backward"))
     return Traced(forward=forward, backward=backward, units=tuple(stands_for.values()))
-
-
-def _locals(model: nn.Module) -> Iterator[Tensor]:
-    for tensor in (*model.parameters(), *model.buffers()):
-        yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _recomputed(forward: Any) -> Any:

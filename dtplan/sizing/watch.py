@@ -123,6 +123,32 @@ class Watch(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         self.live -= self._held.pop(key)
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP2 gives storages back, and takes them again, by their size."""
+        key = storage._cdata
+        if key in self._held:
+            before, self._held[key] = self._held[key], -(-storage.nbytes() // self._block) * self._block
+            self.live += self._held[key] - before
+            if self.segments:
+                self.segments[-1].peak = max(self.segments[-1].peak, self.live)
+
+
+@contextmanager
+def watched_storages(watch: Watch) -> Iterator[None]:
+    """Let ``watch`` know of storages that change their size, as FSDP2's do; one at a time in a process."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        resize(storage, size)
+        watch.resized(storage)
+        return storage
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
 
 @contextmanager
 def watched_units(watch: Watch, units: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[None]:
@@ -152,6 +178,12 @@ def watched_units(watch: Watch, units: Iterable[tuple[str, torch.nn.Module]]) ->
     finally:
         for handle in handles:
             handle.remove()
+
+
+def local_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What a rank has of each."""
+    for tensor in tensors:
+        yield tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _on_gradient(watch: Watch, value: Any, to: tuple[str, str]) -> None:
