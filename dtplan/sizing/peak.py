@@ -62,11 +62,11 @@ def peak(traced: Traced, bound: BoundPlan, precision: Precision, optimizer: Opti
         fsdp.gather(name)
         _run(meter, traced, "forward", unit, name)
         fsdp.free(name)
-    fsdp.forward_ends()
     _run(meter, traced, "forward", "after")
+    fsdp.forward_ends()
     activations = meter.live - began - fsdp.gathered
-    _run(meter, traced, "backward", "after")
     fsdp.prefetch(len(bound.fsdp_units) - 1)
+    _run(meter, traced, "backward", "after")
     for index in reversed(range(len(bound.fsdp_units))):
         name, unit = bound.fsdp_units[index], traced.units[index]
         fsdp.use(index)
@@ -119,14 +119,11 @@ class _Fsdp:
         if not self.on:
             return
         size = self.units[name].gathered
-        if self.collects:
-            self.meter.change(size)
-            self.meter.reach(0, f"gathering {name or 'the root'}")
-            self.meter.change(-self.buffer)
-            self.buffer = size
-        self.meter.change(size)
+        before, self.buffer = self.buffer, size if self.collects else 0
+        self.meter.change(size + self.buffer)
         self.gathered += size
         self.meter.reach(0, f"gathering {name or 'the root'}")
+        self.meter.change(-before)
 
     def free(self, name: str) -> None:
         """After a unit's forward, and after its backward."""
