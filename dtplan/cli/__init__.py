@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, plans, prove, show
+from dtplan.cli import checkpoints, fit, plans, prove, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -22,6 +22,7 @@ for command in (
     plans.list_plans,
     plans.lint,
     show.show,
+    fit.fit,
     prove.prove,
     checkpoints.roundtrip,
     checkpoints.convert,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Kind = Literal["matrix", "attention", "collective", "other"]
+Kind = Literal["matrix", "fp8", "attention", "collective", "other"]
 _BLOCK = 512
 """Bytes to which the CUDA caching allocator rounds (torch 2.11 to 2.14)."""
 

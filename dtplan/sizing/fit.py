@@ -1,0 +1,332 @@
+"""Which degrees fit: every legal (tp, shard, replicate) of some GPUs, with and without what saves memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtplan._errors import BindError, DtplanError
+from dtplan.plan.spec import Plan
+from dtplan.planner.bind import bind, find_plan
+from dtplan.planner.bound import BoundPlan
+from dtplan.planner.ledger import Ledger, ledger
+from dtplan.planner.memory import Held, Optimizer, Precision, held
+from dtplan.sizing.gpus import Gpu
+from dtplan.sizing.peak import Peak, peak
+from dtplan.sizing.roofline import Estimate, estimate
+from dtplan.sizing.traced import Cut, Traced, cut_model, traced_step
+
+
+class FitError(DtplanError, ValueError):
+    """What was asked for cannot be laid out; the text says what would do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    """What saves memory at a price: sequence parallelism costs nothing much, checkpointing a second forward."""
+
+    sequence_parallel: bool = False
+    checkpointing: bool = False
+
+    def __str__(self) -> str:
+        words = ["sp"] * self.sequence_parallel + ["checkpointing"] * self.checkpointing
+        return " + ".join(words) or "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is to be trained, and on what."""
+
+    gpus: int
+    memory: int
+    """Bytes of one GPU."""
+    gpu: Gpu
+    sequence: int
+    batch: int
+    """Sequences of a step over all GPUs."""
+    reserve: int = 4 << 30
+    """Bytes that are left to CUDA, NCCL and fragmentation."""
+    per_host: int = 8
+    optimizer: Optimizer = "adamw"
+    precision: Precision = field(default_factory=Precision)
+    loss_parallel: bool = True
+    sequence_parallel: bool | None = None
+    """None: both are tried."""
+    checkpointing: bool | None = None
+    tp: int | None = None
+    """None: all degrees that divide the GPUs, within a host if any of them fits."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a step may take."""
+        return self.memory - self.reserve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A layout with some switches."""
+
+    switches: Switches
+    peak: Peak
+    estimate: Estimate
+    book: Ledger
+    traced: Traced
+    bound: BoundPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A legal layout, what each rank holds between steps, and its variants, the cheapest in time first."""
+
+    tp: int
+    shard: int
+    replicate: int
+    rows: int
+    """Sequences of a data-parallel rank."""
+    held: Held
+    variants: tuple[Variant, ...]
+
+    def fitting(self, usable: int) -> list[Variant]:
+        """The variants that fit."""
+        return [variant for variant in self.variants if variant.peak.total <= usable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """All rows, what was refused and why, and the choice."""
+
+    ask: Ask
+    architecture: str
+    plan: str
+    parameters: int
+    """Numbers, not bytes."""
+    rows: tuple[Row, ...]
+    refused: dict[int, str]
+    """tp degree -> why not."""
+
+    @property
+    def _fits(self) -> list[tuple[Row, Variant]]:
+        return [(row, variant) for row in self.rows for variant in row.fitting(self.ask.usable)]
+
+    @property
+    def smallest(self) -> tuple[Row, Variant] | None:
+        """At the smallest tp degree that fits, the layout with the shortest estimate."""
+        return min(self._fits, key=lambda fit: (fit[0].tp, fit[1].estimate.seconds), default=None)
+
+    @property
+    def fastest(self) -> tuple[Row, Variant] | None:
+        """The shortest estimate of all that fit."""
+        return min(self._fits, key=lambda fit: fit[1].estimate.seconds, default=None)
+
+    @property
+    def nearest(self) -> tuple[Row, Variant]:
+        """What needs the least memory."""
+        return min(((r, v) for r in self.rows for v in r.variants), key=lambda fit: fit[1].peak.total)
+
+
+def fit(
+    model: nn.Module, plan: str | Path | Plan, ask: Ask, *, on_tp: Callable[[int], None] = lambda _: None
+) -> Fit:
+    """Lay ``model`` (on the meta device) out on the GPUs in every legal way.
+
+    Raises:
+        FitError: no layout divides the batch, or no tp degree is legal; the text says which would do.
+        TraceError: the model's step cannot be followed.
+    """
+    model = model.to(getattr(torch, ask.precision.parameters))
+    degrees = [d for d in range(1, ask.gpus + 1) if ask.gpus % d == 0] if ask.tp is None else [ask.tp]
+    _refuse_indivisible(ask, degrees)
+    rows: list[Row] = []
+    refused: dict[int, str] = {}
+    for tp in degrees:
+        if ask.batch % (ask.gpus // tp):
+            refused[tp] = f"{ask.gpus // tp} data-parallel ranks do not divide the batch of {ask.batch}"
+            continue
+        if tp > ask.per_host and ask.tp is None and any(row.fitting(ask.usable) for row in rows):
+            refused[tp] = f"reaches over hosts of {ask.per_host}, and smaller degrees fit"
+            continue
+        on_tp(tp)
+        try:
+            rows += _Tp(model, plan, ask, tp).rows()
+        except BindError as error:
+            refused[tp] = _first(error)
+    if not rows:
+        lines = "\n".join(f"  tp {tp}: {why}" for tp, why in refused.items())
+        raise FitError(f"no layout of {ask.gpus} GPUs is legal for this model:\n{lines}")
+    return Fit(
+        ask=ask,
+        architecture=type(model).__name__,
+        plan=find_plan(model, plan, tp=rows[0].tp).name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        rows=tuple(rows),
+        refused=refused,
+    )
+
+
+class _Tp:
+    """All layouts of one tp degree; a rank's step is the same for all of them."""
+
+    def __init__(self, model: nn.Module, plan: str | Path | Plan, ask: Ask, tp: int) -> None:
+        self.model, self.plan, self.ask, self.tp = model, plan, ask, tp
+        self.ranks = ask.gpus // tp
+        self.rows_each = ask.batch // self.ranks
+        self._cut: Cut | None = None
+        self._stepped: dict[Switches, tuple[BoundPlan, Traced]] = {}
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, replicas last."""
+        for replicate in (d for d in range(1, self.ranks + 1) if self.ranks % d == 0):
+            shard = self.ranks // replicate
+            variants = [self._variant(shard, replicate, switches) for switches in self._switches()]
+            yield Row(
+                tp=self.tp,
+                shard=shard,
+                replicate=replicate,
+                rows=self.rows_each,
+                held=variants[0].peak.held,
+                variants=tuple(sorted(variants, key=lambda v: v.estimate.seconds)),
+            )
+
+    def _switches(self) -> Iterator[Switches]:
+        ask = self.ask
+        for checkpointing in (False, True) if ask.checkpointing is None else (ask.checkpointing,):
+            both = (False, True) if ask.sequence_parallel is None else (ask.sequence_parallel,)
+            for sequence_parallel in both if self.tp > 1 else (False,):
+                if not (sequence_parallel and ask.sequence % self.tp):
+                    yield Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing)
+
+    def _variant(self, shard: int, replicate: int, switches: Switches) -> Variant:
+        ask = self.ask
+        bound, traced = self._step(switches)
+        bound = dataclasses.replace(bound, degrees={"replicate": replicate, "shard": shard, "tp": self.tp})
+        book = ledger(
+            bound,
+            batch=self.rows_each,
+            sequence=ask.sequence,
+            dtype=ask.precision.compute,
+            checkpointing=switches.checkpointing,
+        )
+        guess = estimate(
+            traced,
+            bound,
+            book,
+            held(bound, ask.precision, ask.optimizer),
+            gpu=ask.gpu,
+            per_host=ask.per_host,
+            optimizer=ask.optimizer,
+            precision=ask.precision,
+            checkpointing=switches.checkpointing,
+        )
+        return Variant(
+            switches=switches,
+            peak=peak(traced, bound, ask.precision, ask.optimizer),
+            estimate=guess,
+            book=book,
+            traced=traced,
+            bound=bound,
+        )
+
+    def _step(self, switches: Switches) -> tuple[BoundPlan, Traced]:
+        """The bound plan and the step of a rank, of any layout at this degree."""
+        if switches not in self._stepped:
+            ask = self.ask
+            options = {"sequence_parallel": switches.sequence_parallel, "loss_parallel": ask.loss_parallel}
+            bound = bind(self.model, self.plan, tp=self.tp, **options)
+            if self._cut is None:
+                self._cut = cut_model(self.model, bound)
+            traced = traced_step(
+                self._cut,
+                self.plan,
+                tp=self.tp,
+                rows=self.rows_each,
+                sequence=ask.sequence,
+                dtype=getattr(torch, ask.precision.compute),
+                checkpointing=switches.checkpointing,
+                by_unit=self.ranks > 1 or ask.precision.mixed,
+                **options,
+            )
+            self._stepped[switches] = bound, traced
+        return self._stepped[switches]
+
+
+def _refuse_indivisible(ask: Ask, degrees: list[int]) -> None:
+    if ask.gpus % degrees[0] if len(degrees) == 1 else False:
+        raise FitError(f"tp {degrees[0]} does not divide {ask.gpus} GPUs")
+    ranks = [ask.gpus // tp for tp in degrees]
+    if all(ask.batch % number for number in ranks):
+        least = min(ranks)
+        near = [n for n in (ask.batch // least * least, -(-ask.batch // least) * least) if n]
+        raise FitError(
+            f"a batch of {ask.batch} sequences is not divided by the data-parallel ranks of any layout of {ask.gpus} "
+            f"GPUs ({', '.join(map(str, sorted(ranks)))}): give a batch such as {' or '.join(map(str, dict.fromkeys(near)))}"
+        )
+
+
+def _first(error: BindError) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def as_json(fitted: Fit) -> dict[str, Any]:
+    """All rows as data; bytes, seconds."""
+    return {
+        "schema_version": 1,
+        "architecture": fitted.architecture,
+        "plan": fitted.plan,
+        "parameters": fitted.parameters,
+        "usable_bytes": fitted.ask.usable,
+        "smallest": _named(fitted.smallest),
+        "fastest": _named(fitted.fastest),
+        "refused": {str(tp): why for tp, why in fitted.refused.items()},
+        "rows": [
+            {
+                "tp": row.tp,
+                "shard": row.shard,
+                "replicate": row.replicate,
+                "sequences_per_rank": row.rows,
+                "parameter_bytes": row.held.parameters,
+                "gradient_bytes": row.held.gradients,
+                "optimizer_bytes": row.held.optimizer,
+                "variants": [_variant_json(variant, fitted.ask.usable) for variant in row.variants],
+            }
+            for row in fitted.rows
+        ],
+    }
+
+
+def _named(choice: tuple[Row, Variant] | None) -> dict[str, Any] | None:
+    if choice is None:
+        return None
+    row, variant = choice
+    switches = {"sequence_parallel": variant.switches.sequence_parallel, "checkpointing": variant.switches.checkpointing}
+    return {"tp": row.tp, "shard": row.shard, "replicate": row.replicate, **switches}
+
+
+def _variant_json(variant: Variant, usable: int) -> dict[str, Any]:
+    axes = {entry.axis for entry in variant.book.entries}
+    return {
+        "sequence_parallel": variant.switches.sequence_parallel,
+        "checkpointing": variant.switches.checkpointing,
+        "activation_bytes": variant.peak.activations,
+        "rest_bytes": variant.peak.rest,
+        "peak_bytes": variant.peak.total,
+        "peak_at": variant.peak.where,
+        "fits": variant.peak.total <= usable,
+        "collectives": {axis: _collectives(variant, axis) for axis in sorted(axes)},
+        "seconds": variant.estimate.seconds,
+        "terms": [
+            {"name": t.name, "seconds": t.seconds, "exposed_seconds": t.exposed, "told": t.told}
+            for t in variant.estimate.terms
+        ],
+    }
+
+
+def _collectives(variant: Variant, axis: str) -> dict[str, int]:
+    own = [entry for entry in variant.book.entries if entry.axis == axis]
+    size = variant.bound.degrees[axis]
+    return {"calls": sum(e.count for e in own), "wire_bytes": sum(e.wire_bytes(size) for e in own)}
