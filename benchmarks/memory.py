@@ -154,6 +154,8 @@ def predicted(case: Case, world: int, device: str) -> Peak:
         loss_parallel=not case.has("whole"),
         checkpointing=case.has("ckpt"),
         by_unit=degrees["shard"] * degrees["replicate"] > 1 or precision.mixed,
+        te=case.has("te"),
+        fp8=case.has("fp8"),
     )
     return peak(traced, bound, precision, "adamw" if case.has("adamw") else "sgd")
 
@@ -220,10 +222,9 @@ def measured(case: Case, world: int, device: str) -> dict[str, Any]:
     """Run it."""
     model = sharded(case, world, device).train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if case.has("adamw") else None
-    ids = torch.randint(0, SHAPES[case.model]["vocabulary"], (case.number("rows", 1), case.sequence))
-    if case.degrees(world)["tp"] > 1:
-        ids = torch.zeros_like(ids)  # the same on all ranks of a tp group
-    ids = ids.to(device)
+    generator = torch.Generator().manual_seed(0)  # the same on all ranks of a tp group
+    rows, vocabulary = case.number("rows", 1), SHAPES[case.model]["vocabulary"]
+    ids = torch.randint(0, vocabulary, (rows, case.sequence), generator=generator).to(device)
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -32,7 +32,10 @@ from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.fsdp import checkpoint_units
 from dtplan.sizing.watch import Segment, Watch, local_tensors, watched_units
+from dtplan.te.choose import choose
 from dtplan.te.fuse import Fusing
+from dtplan.te.imagined import imagined
+from dtplan.te.rebind import rebound
 
 
 class TraceError(DtplanError, RuntimeError):
@@ -119,10 +122,13 @@ def traced_step(
     loss_parallel: bool = True,
     checkpointing: bool = False,
     by_unit: bool = False,
+    te: bool = False,
+    fp8: bool = False,
 ) -> Traced:
     """Forward and backward of ``rows`` sequences of ``sequence`` tokens on one of ``tp`` ranks; nothing is computed.
 
-    ``by_unit``: gradients of whole parameters are summed once a unit, as under FSDP2.
+    ``by_unit``: gradients of whole parameters are summed once a unit, as under FSDP2. ``te``: with TransformerEngine's
+    layers where the plan names them, ``fp8`` in FP8.
 
     Raises:
         TraceError: this process has a process group, or the model asks for values that meta tensors do not have.
@@ -133,9 +139,11 @@ def traced_step(
     bound = bind(model, plan, **options)  # type: ignore[arg-type]
     with _fake_ranks(tp):
         mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
-        shard_on_tp(model, Fusing(bound=bound), mesh, by_unit=by_unit or checkpointing)
+        fusing = fused(model, bound, fp8=fp8) if te or fp8 else Fusing(bound=bound)
+        shard_on_tp(model, fusing, mesh, by_unit=by_unit or checkpointing)
+        fusing.seal(model)
         if checkpointing:
-            checkpoint_units(model, bound, 1, _recomputed)
+            checkpoint_units(model, bound, 1, fusing.recomputing or _recomputed)
         guard(model, bound)
         units = [(name, model.get_submodule(name)) for name in bound.fsdp_units]
         ids = torch.zeros(rows, sequence, dtype=torch.long, device="meta")
@@ -146,6 +154,14 @@ def traced_step(
             told = (str(error).strip().splitlines() or [""])[0]
             raise TraceError(f"{type(model).__name__} cannot be run on meta tensors: {told}") from error
     return _sorted(watch.segments, cut.stands_for)
+
+
+def fused(model: nn.Module, bound: BoundPlan, *, fp8: bool) -> Fusing:
+    """What TransformerEngine would be given of the model, on layers that only say what they hold."""
+    choice = choose(model, bound, fp8=fp8)
+    recipe = "fp8" if fp8 else None
+    engine = imagined(_recomputed)
+    return Fusing(bound=rebound(bound, choice.fused), choice=choice, engine=engine, recipe=recipe)
 
 
 def _step(watch: Watch, model: nn.Module, units: list[tuple[str, nn.Module]], ids: Tensor) -> None:

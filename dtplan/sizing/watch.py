@@ -25,7 +25,7 @@ _BLOCK = 512
 """Bytes to which the CUDA caching allocator rounds (torch 2.11 to 2.14)."""
 
 aten = torch.ops.aten
-_MATRIX = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
+_MATRIX = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._scaled_mm: 0}
 """Matrix products -> which argument the left factor is."""
 _ATTENTION = {
     # operator -> which argument the query is, and products of [queries, keys] x features
@@ -199,7 +199,8 @@ def _op(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Op:
     packet, name = func._overloadpacket, func._schema.name.partition("::")[2]
     if packet in _MATRIX:
         left = args[_MATRIX[packet]]
-        return Op("matrix", name, 2 * left.shape[-1] * made[0].numel(), size)
+        kind: Kind = "fp8" if packet is aten._scaled_mm else "matrix"
+        return Op(kind, name, 2 * left.shape[-1] * made[0].numel(), size)
     if packet in _ATTENTION:
         at, products = _ATTENTION[packet]
         query, key = args[at], args[at + 1]
