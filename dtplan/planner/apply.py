@@ -214,6 +214,7 @@ def shard_on_tp(model: nn.Module, fusing: Fusing, mesh: DeviceMesh, *, by_unit: 
     if root is not None:
         parallelize_module(model, mesh, root)
     _add_scopes(model, bound, bound.fsdp_units if by_unit else (), tp)
+    tp.made.clear()  # the wrapped forwards keep tp, and FSDP2 replaces the parameters: these would stay beside them
     return tp
 
 
