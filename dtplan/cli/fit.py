@@ -36,6 +36,13 @@ class Size(click.ParamType):
 @click.option("--gpus", required=True, type=click.IntRange(min=1), help="GPUs in all.")
 @click.option("--seq", default=4096, show_default=True, type=click.IntRange(min=2), help="Tokens of a sequence.")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences of a step over all GPUs; as many as GPUs, if not given.")
+@click.option(
+    "--micro-batch",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Sequences that a rank computes at once; gradients of its others are added.",
+)
 @click.option("--gpu", default="h100", show_default=True, help="Whose rates and memory: a100, h100, h200, b200.")
 @click.option("--memory", type=Size(), help="Of one GPU, as 80GiB; that of the named GPU, if not given.")
 @click.option("--reserve", type=Size(), default="4GiB", show_default=True, help="Of it, for CUDA, NCCL, fragmentation.")
@@ -48,6 +55,8 @@ class Size(click.ParamType):
 @click.option("--optimizer", default="adamw", show_default=True, type=click.Choice(["adamw", "momentum", "sgd"]))
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(DTYPES), help="Of all numbers.")
 @click.option("--mixed-precision", "mixed", is_flag=True, help="Parameters and optimizer in float32, computation in --dtype.")
+@click.option("--te", is_flag=True, help="With TransformerEngine's layers where the plan names them.")
+@click.option("--fp8", is_flag=True, help="With TransformerEngine's layers, in FP8.")
 @click.option("--explain", is_flag=True, help="Also what every number is made of.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def fit(
@@ -57,6 +66,7 @@ def fit(
     gpus: int,
     seq: int,
     batch: int | None,
+    micro_batch: int,
     gpu: str,
     memory: int | None,
     reserve: int,
@@ -69,6 +79,8 @@ def fit(
     optimizer: str,
     dtype: str,
     mixed: bool,
+    te: bool,
+    fp8: bool,
     explain: bool,
     as_json: bool,
 ) -> None:
@@ -93,7 +105,8 @@ def fit(
         memory=memory or named.memory,
         gpu=named,
         sequence=seq,
-        batch=batch or gpus,
+        batch=batch or gpus * micro_batch,
+        micro=micro_batch,
         reserve=reserve,
         per_host=gpus_per_host,
         optimizer=optimizer,  # type: ignore[arg-type]
@@ -101,6 +114,7 @@ def fit(
         loss_parallel=loss_parallel,
         sequence_parallel=sequence_parallel,
         checkpointing=checkpointing,
+        layers="fp8" if fp8 else "te" if te else "torch",
         tp=tp,
     )
     fitted = sizing.fit(meta_model(model), plan, ask)

@@ -8,7 +8,7 @@ pads dim 0 of what it stores and of what it reduces to a multiple of the shard d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,17 +94,17 @@ def units_of(bound: BoundPlan, precision: Precision, tp_rank: int = 0) -> dict[s
     trained: dict[str, int] = dict(gathered)
     plain: dict[str, int] = dict(gathered)
     for module in bound.modules:
-        for name in module.names:
-            unit = next((u for u in bound.fsdp_units if name == u or name.startswith(u + ".")), ROOT)
-            for tensor in module.tensors:
-                if tensor.buffer or tensor.tied_to is not None:
-                    continue
-                local = local_shape(tensor, bound.tp, tp_rank)
-                whole = math.prod(_padded(local, shard)) * shard
+        names = [unit_of(name, gathered) for name in module.names]
+        for tensor in module.tensors:
+            if tensor.buffer or tensor.tied_to is not None:
+                continue
+            local = local_shape(tensor, bound.tp, tp_rank)
+            whole, own = math.prod(_padded(local, shard)) * shard, math.prod(local)
+            for unit in names:
                 gathered[unit] += whole
                 if tensor.trainable:
                     trained[unit] += whole
-                    plain[unit] += math.prod(local)
+                    plain[unit] += own
     reduce, keep = dtype_bytes(precision.reduce), dtype_bytes(precision.parameters)
     return {
         unit: UnitBytes(
@@ -116,6 +116,13 @@ def units_of(bound: BoundPlan, precision: Precision, tp_rank: int = 0) -> dict[s
         )
         for unit in gathered
     }
+
+
+def unit_of(name: str, units: Collection[str]) -> str:
+    """The FSDP2 unit that a module lies in, or ``ROOT``."""
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def parameters_of(bound: BoundPlan) -> Iterator[tuple[BoundTensor, int]]:

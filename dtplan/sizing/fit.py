@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,7 +20,11 @@ from dtplan.planner.memory import Held, Optimizer, Precision, held
 from dtplan.sizing.gpus import Gpu
 from dtplan.sizing.peak import Peak, peak
 from dtplan.sizing.roofline import Estimate, estimate
-from dtplan.sizing.traced import Cut, Traced, cut_model, traced_step
+from dtplan.sizing.traced import Cut, Traced, cut_model, fused, traced_step
+
+
+Layers = Literal["torch", "te", "fp8"]
+"""The model's own layers, TransformerEngine's, or those in FP8."""
 
 
 class FitError(DtplanError, ValueError):
@@ -29,14 +33,15 @@ class FitError(DtplanError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """What saves memory at a price: sequence parallelism costs nothing much, checkpointing a second forward."""
+    """What saves memory or time: sequence parallelism, checkpointing (a second forward), TransformerEngine's layers."""
 
     sequence_parallel: bool = False
     checkpointing: bool = False
+    layers: Layers = "torch"
 
     def __str__(self) -> str:
-        words = ["sp"] * self.sequence_parallel + ["checkpointing"] * self.checkpointing
-        return " + ".join(words) or "plain"
+        words = ["SP"] * self.sequence_parallel + ["CKPT"] * self.checkpointing
+        return "+".join(words) or "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,8 @@ class Ask:
     sequence: int
     batch: int
     """Sequences of a step over all GPUs."""
+    micro: int = 1
+    """Sequences that a rank computes at once; the others of its share follow, and gradients are added up."""
     reserve: int = 4 << 30
     """Bytes that are left to CUDA, NCCL and fragmentation."""
     per_host: int = 8
@@ -59,6 +66,7 @@ class Ask:
     sequence_parallel: bool | None = None
     """None: both are tried."""
     checkpointing: bool | None = None
+    layers: Layers = "torch"
     tp: int | None = None
     """None: all degrees that divide the GPUs, within a host if any of them fits."""
 
@@ -87,8 +95,8 @@ class Row:
     tp: int
     shard: int
     replicate: int
-    rows: int
-    """Sequences of a data-parallel rank."""
+    times: int
+    """Forward and backward in a step, each of ``Ask.micro`` sequences."""
     held: Held
     variants: tuple[Variant, ...]
 
@@ -109,6 +117,8 @@ class Fit:
     rows: tuple[Row, ...]
     refused: dict[int, str]
     """tp degree -> why not."""
+    others: tuple[Variant, ...] = ()
+    """The chosen layout (the nearest, if none fits) with all switches, and with TransformerEngine's layers."""
 
     @property
     def _fits(self) -> list[tuple[Row, Variant]]:
@@ -140,26 +150,24 @@ def fit(
         TraceError: the model's step cannot be followed.
     """
     model = model.to(getattr(torch, ask.precision.parameters))
-    degrees = [d for d in range(1, ask.gpus + 1) if ask.gpus % d == 0] if ask.tp is None else [ask.tp]
-    _refuse_indivisible(ask, degrees)
     rows: list[Row] = []
     refused: dict[int, str] = {}
-    for tp in degrees:
-        if ask.batch % (ask.gpus // tp):
-            refused[tp] = f"{ask.gpus // tp} data-parallel ranks do not divide the batch of {ask.batch}"
-            continue
-        if tp > ask.per_host and ask.tp is None and any(row.fitting(ask.usable) for row in rows):
+    laid: dict[int, _Tp] = {}
+    for tp in _degrees(ask):
+        if why := _indivisible(ask, tp):
+            refused[tp] = why
+        elif tp > ask.per_host and ask.tp is None and any(row.fitting(ask.usable) for row in rows):
             refused[tp] = f"reaches over hosts of {ask.per_host}, and smaller degrees fit"
-            continue
-        on_tp(tp)
-        try:
-            rows += _Tp(model, plan, ask, tp).rows()
-        except BindError as error:
-            refused[tp] = _first(error)
+        else:
+            on_tp(tp)
+            laid[tp] = _Tp(model, plan, ask, tp)
+            try:
+                rows += laid[tp].rows()
+            except BindError as error:
+                refused[tp] = _first(error)
     if not rows:
-        lines = "\n".join(f"  tp {tp}: {why}" for tp, why in refused.items())
-        raise FitError(f"no layout of {ask.gpus} GPUs is legal for this model:\n{lines}")
-    return Fit(
+        raise FitError(_no_layout(ask, refused))
+    found = Fit(
         ask=ask,
         architecture=type(model).__name__,
         plan=find_plan(model, plan, tp=rows[0].tp).name,
@@ -167,6 +175,8 @@ def fit(
         rows=tuple(rows),
         refused=refused,
     )
+    row, _ = found.smallest or found.nearest
+    return dataclasses.replace(found, others=tuple(laid[row.tp].others(row)))
 
 
 class _Tp:
@@ -175,7 +185,7 @@ class _Tp:
     def __init__(self, model: nn.Module, plan: str | Path | Plan, ask: Ask, tp: int) -> None:
         self.model, self.plan, self.ask, self.tp = model, plan, ask, tp
         self.ranks = ask.gpus // tp
-        self.rows_each = ask.batch // self.ranks
+        self.times = ask.batch // self.ranks // ask.micro
         self._cut: Cut | None = None
         self._stepped: dict[Switches, tuple[BoundPlan, Traced]] = {}
 
@@ -188,10 +198,27 @@ class _Tp:
                 tp=self.tp,
                 shard=shard,
                 replicate=replicate,
-                rows=self.rows_each,
+                times=self.times,
                 held=variants[0].peak.held,
                 variants=tuple(sorted(variants, key=lambda v: v.estimate.seconds)),
             )
+
+    def others(self, row: Row) -> Iterator[Variant]:
+        """A layout with everything that can be switched; TransformerEngine's layers where it has any."""
+        ask = self.ask
+        kinds: tuple[Layers, ...] = ("torch", "te", "fp8") if self._may_fuse() else ("torch",)
+        for layers in kinds:
+            for checkpointing in (False, True):
+                for sequence_parallel in (False, True) if self.tp > 1 and ask.sequence % self.tp == 0 else (False,):
+                    switches = Switches(
+                        sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=layers
+                    )
+                    yield self._variant(row.shard, row.replicate, switches)
+
+    def _may_fuse(self) -> bool:
+        bound = bind(self.model, self.plan, tp=self.tp)
+        half = self.ask.precision.compute in ("bfloat16", "float16")
+        return half and self.ask.gpu.fp8 is not None and bool(bound.te)
 
     def _switches(self) -> Iterator[Switches]:
         ask = self.ask
@@ -199,7 +226,9 @@ class _Tp:
             both = (False, True) if ask.sequence_parallel is None else (ask.sequence_parallel,)
             for sequence_parallel in both if self.tp > 1 else (False,):
                 if not (sequence_parallel and ask.sequence % self.tp):
-                    yield Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing)
+                    yield Switches(
+                        sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=ask.layers
+                    )
 
     def _variant(self, shard: int, replicate: int, switches: Switches) -> Variant:
         ask = self.ask
@@ -207,7 +236,7 @@ class _Tp:
         bound = dataclasses.replace(bound, degrees={"replicate": replicate, "shard": shard, "tp": self.tp})
         book = ledger(
             bound,
-            batch=self.rows_each,
+            batch=ask.micro,
             sequence=ask.sequence,
             dtype=ask.precision.compute,
             checkpointing=switches.checkpointing,
@@ -222,10 +251,11 @@ class _Tp:
             optimizer=ask.optimizer,
             precision=ask.precision,
             checkpointing=switches.checkpointing,
+            times=self.times,
         )
         return Variant(
             switches=switches,
-            peak=peak(traced, bound, ask.precision, ask.optimizer),
+            peak=peak(traced, bound, ask.precision, ask.optimizer, times=self.times),
             estimate=guess,
             book=book,
             traced=traced,
@@ -238,34 +268,49 @@ class _Tp:
             ask = self.ask
             options = {"sequence_parallel": switches.sequence_parallel, "loss_parallel": ask.loss_parallel}
             bound = bind(self.model, self.plan, tp=self.tp, **options)
+            if switches.layers != "torch":
+                bound = fused(self.model, bound, fp8=switches.layers == "fp8").bound
             if self._cut is None:
                 self._cut = cut_model(self.model, bound)
             traced = traced_step(
                 self._cut,
                 self.plan,
                 tp=self.tp,
-                rows=self.rows_each,
+                rows=ask.micro,
                 sequence=ask.sequence,
                 dtype=getattr(torch, ask.precision.compute),
                 checkpointing=switches.checkpointing,
                 by_unit=self.ranks > 1 or ask.precision.mixed,
+                te=switches.layers != "torch",
+                fp8=switches.layers == "fp8",
                 **options,
             )
             self._stepped[switches] = bound, traced
         return self._stepped[switches]
 
 
-def _refuse_indivisible(ask: Ask, degrees: list[int]) -> None:
-    if ask.gpus % degrees[0] if len(degrees) == 1 else False:
-        raise FitError(f"tp {degrees[0]} does not divide {ask.gpus} GPUs")
-    ranks = [ask.gpus // tp for tp in degrees]
-    if all(ask.batch % number for number in ranks):
-        least = min(ranks)
-        near = [n for n in (ask.batch // least * least, -(-ask.batch // least) * least) if n]
-        raise FitError(
-            f"a batch of {ask.batch} sequences is not divided by the data-parallel ranks of any layout of {ask.gpus} "
-            f"GPUs ({', '.join(map(str, sorted(ranks)))}): give a batch such as {' or '.join(map(str, dict.fromkeys(near)))}"
-        )
+def _degrees(ask: Ask) -> list[int]:
+    return [d for d in range(1, ask.gpus + 1) if ask.gpus % d == 0] if ask.tp is None else [ask.tp]
+
+
+def _indivisible(ask: Ask, tp: int) -> str:
+    if ask.gpus % tp:
+        return f"does not divide {ask.gpus} GPUs"
+    ranks = ask.gpus // tp
+    if ask.batch % (ranks * ask.micro):
+        more = f" times micro-batches of {ask.micro}" if ask.micro > 1 else ""
+        return f"its {ranks} data-parallel ranks{more} do not divide a batch of {ask.batch}"
+    return ""
+
+
+def _no_layout(ask: Ask, refused: dict[int, str]) -> str:
+    lines = [f"no layout of {ask.gpus} GPUs is legal:", *(f"  tp {tp}: {why}" for tp, why in refused.items())]
+    steps = sorted({ask.gpus // tp * ask.micro for tp in refused if ask.gpus % tp == 0})
+    if steps and all(ask.batch % step for step in steps):
+        near = {size for step in steps for size in (ask.batch // step * step, -(-ask.batch // step) * step) if size}
+        closest = sorted(near, key=lambda size: (abs(size - ask.batch), size))[:2]
+        lines.append(f"  = give --batch {' or '.join(map(str, closest))}, or a smaller --micro-batch")
+    return "\n".join(lines)
 
 
 def _first(error: BindError) -> str:
@@ -288,7 +333,7 @@ def as_json(fitted: Fit) -> dict[str, Any]:
                 "tp": row.tp,
                 "shard": row.shard,
                 "replicate": row.replicate,
-                "sequences_per_rank": row.rows,
+                "micro_batches": row.times,
                 "parameter_bytes": row.held.parameters,
                 "gradient_bytes": row.held.gradients,
                 "optimizer_bytes": row.held.optimizer,
@@ -296,6 +341,7 @@ def as_json(fitted: Fit) -> dict[str, Any]:
             }
             for row in fitted.rows
         ],
+        "switches": [_variant_json(variant, fitted.ask.usable) for variant in fitted.others],
     }
 
 
@@ -312,6 +358,7 @@ def _variant_json(variant: Variant, usable: int) -> dict[str, Any]:
     return {
         "sequence_parallel": variant.switches.sequence_parallel,
         "checkpointing": variant.switches.checkpointing,
+        "layers": variant.switches.layers,
         "activation_bytes": variant.peak.activations,
         "rest_bytes": variant.peak.rest,
         "peak_bytes": variant.peak.total,

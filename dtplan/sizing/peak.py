@@ -47,14 +47,17 @@ class _Meter:
             self.most, self.where = self.live + above, where
 
 
-def peak(traced: Traced, bound: BoundPlan, precision: Precision, optimizer: Optimizer = "adamw") -> Peak:
+def peak(
+    traced: Traced, bound: BoundPlan, precision: Precision, optimizer: Optimizer = "adamw", *, times: int = 1
+) -> Peak:
     """The peak of a steady step of rank 0: the optimizer's state is there, gradients are freed after each step.
 
-    ``bound`` has the degrees; the traced step is of one of its ranks.
+    ``bound`` has the degrees; the traced step is of one of its ranks. ``times``: forward and backward in a step; from the
+    second on there are gradients to which others are added.
     """
     state = held(bound, precision, optimizer)
-    meter = _Meter(state.parameters + state.optimizer + WORKSPACE)
-    fsdp = _Fsdp(meter, bound, precision)
+    meter = _Meter(state.parameters + state.optimizer + WORKSPACE + (state.gradients if times > 1 else 0))
+    fsdp = _Fsdp(meter, bound, precision, adds=times > 1)
     began = meter.live
     fsdp.gather(ROOT)
     _run(meter, traced, "forward", "before")
@@ -77,7 +80,7 @@ def peak(traced: Traced, bound: BoundPlan, precision: Precision, optimizer: Opti
     fsdp.reduce(ROOT)
     fsdp.backward_ends()
     meter.reach(_optimizer_step(bound, precision, optimizer), "optimizer step")
-    rest = meter.most - state.parameters - state.optimizer - activations
+    rest = meter.most - state.parameters - state.optimizer - activations  # gradients are a part of it
     return Peak(total=meter.most, held=state, activations=activations, rest=rest, where=meter.where)
 
 
@@ -102,7 +105,8 @@ def _optimizer_step(bound: BoundPlan, precision: Precision, optimizer: Optimizer
 class _Fsdp:
     """FSDP2's buffers. Without data-parallel ranks and with one dtype it is not there, and nothing happens."""
 
-    def __init__(self, meter: _Meter, bound: BoundPlan, precision: Precision) -> None:
+    def __init__(self, meter: _Meter, bound: BoundPlan, precision: Precision, *, adds: bool) -> None:
+        self.adds = adds  # gradients are added to those that are there
         self.meter, self.units = meter, units_of(bound, precision)
         self.names = bound.fsdp_units
         shard = bound.degrees["shard"]
@@ -159,14 +163,15 @@ class _Fsdp:
 
     def reduce(self, name: str) -> None:
         """Free the unit, copy its gradients into a buffer, reduce and scatter."""
-        if not self.on:
-            return
         unit: UnitBytes = self.units[name]
+        if not self.on:
+            self.meter.change(-unit.gradients if self.adds else 0)
+            return
         self._drop(name)
         self.meter.change(unit.reduced - self.reducing)
         self.reducing = unit.reduced
         self.meter.reach(0, f"reducing {name or 'the root'}")
-        self.meter.change(unit.kept - unit.gradients)
+        self.meter.change((0 if self.adds else unit.kept) - unit.gradients)
 
     def backward_ends(self) -> None:
         """The last buffer is freed."""

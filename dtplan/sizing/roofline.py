@@ -7,6 +7,7 @@ host's time to launch, stragglers, and what a compiler merges.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -44,6 +45,8 @@ class Links:
     gpu: Gpu
     degrees: dict[str, int]
     per_host: int
+    times: int
+    """How often a step makes every call."""
 
     def within(self, axis: str) -> bool:
         """Whether all ranks of the axis are in one host."""
@@ -57,7 +60,8 @@ class Links:
     def seconds(self, entry: Entry) -> float:
         """Of all calls of an entry."""
         rate = self.gpu.link if self.within(entry.axis) else self.gpu.network
-        return entry.wire_bytes(self.degrees[entry.axis]) / rate + entry.count * self.gpu.latency
+        once = entry.wire_bytes(self.degrees[entry.axis]) / rate + entry.count * self.gpu.latency
+        return self.times * once
 
 
 def kernel_seconds(op: Op, gpu: Gpu) -> float:
@@ -82,37 +86,34 @@ def estimate(
     optimizer: Optimizer,
     precision: Precision,
     checkpointing: bool,
+    times: int = 1,
 ) -> Estimate:
-    """The step of one rank. ``book`` is the ledger of what one data-parallel rank computes."""
-    links = Links(gpu, dict(bound.degrees), per_host)
-    terms = [*_kernels(traced, gpu)]
+    """The step of one rank, which runs forward and backward ``times`` times; ``book`` is the ledger of one of them."""
+    links = Links(gpu, dict(bound.degrees), per_host, times)
+    terms = [*_kernels(traced, gpu, times)]
     terms += _tp(book, links, again=checkpointing)
-    terms += _fsdp(traced, bound, book, links)
+    terms += _fsdp(traced, book, links)
     terms.append(_optimizer(held, optimizer, precision, gpu))
     kept = tuple(term for term in terms if term.seconds)
     return Estimate(seconds=sum(term.exposed for term in kept), terms=kept)
 
 
-def segments_of(traced: Traced) -> Iterator[Segment]:
-    """Every stretch of the whole model's step, in order."""
-    yield traced.forward["before"]
-    yield from (traced.forward[name] for name in traced.units)
-    yield traced.forward["after"]
-    yield traced.backward["after"]
-    yield from (traced.backward[name] for name in reversed(traced.units))
-    if "before" in traced.backward:
-        yield traced.backward["before"]
+def segments_of(traced: Traced) -> Iterator[tuple[Segment, int]]:
+    """Every stretch that was run, and how often the whole model has it."""
+    numbers = Counter(traced.units)
+    for segment in (*traced.forward.values(), *traced.backward.values()):
+        yield segment, numbers.get(segment.name, 1)
 
 
-def _kernels(traced: Traced, gpu: Gpu) -> Iterator[Term]:
-    seconds: dict[str, float] = {}
-    work: dict[str, int] = {}
-    moved: dict[str, int] = {}
-    for segment in segments_of(traced):
+def _kernels(traced: Traced, gpu: Gpu, times: int) -> Iterator[Term]:
+    seconds: dict[str, float] = defaultdict(float)
+    work: dict[str, int] = defaultdict(int)
+    moved: dict[str, int] = defaultdict(int)
+    for segment, number in segments_of(traced):
         for op in segment.ops:
-            seconds[op.kind] = seconds.get(op.kind, 0) + kernel_seconds(op, gpu)
-            work[op.kind] = work.get(op.kind, 0) + op.flops
-            moved[op.kind] = moved.get(op.kind, 0) + op.bytes
+            seconds[op.kind] += kernel_seconds(op, gpu) * number * times
+            work[op.kind] += op.flops * number * times
+            moved[op.kind] += op.bytes * number * times
     rates = {"matrix": ("matrix products", gpu.matrix), "fp8": ("matrix products in FP8", gpu.fp8 or gpu.matrix)}
     rates["attention"] = ("attention", gpu.attention)
     for kind, (name, rate) in rates.items():
@@ -121,7 +122,8 @@ def _kernels(traced: Traced, gpu: Gpu) -> Iterator[Term]:
             yield Term(name=name, seconds=seconds[kind], exposed=seconds[kind], told=told)
     if "other" in seconds:
         told = f"{moved['other'] / 1e9:.1f} GB read and written at {gpu.memory_rate / 1e12:.1f} TB/s"
-        yield Term(name="norms, activations, sums, copies, loss", seconds=seconds["other"], exposed=seconds["other"], told=told)
+        took = seconds["other"]
+        yield Term(name="norms, activations, sums, copies, loss", seconds=took, exposed=took, told=told)
 
 
 def _tp(book: Ledger, links: Links, *, again: bool) -> Iterator[Term]:
@@ -135,8 +137,8 @@ def _tp(book: Ledger, links: Links, *, again: bool) -> Iterator[Term]:
 def _collectives(name: str, axis: str, entries: Iterable[Entry], links: Links, exposed: float | None) -> Term:
     entries = list(entries)
     seconds = sum(links.seconds(entry) for entry in entries)
-    sent = sum(entry.wire_bytes(links.degrees[axis]) for entry in entries)
-    calls = sum(entry.count for entry in entries)
+    sent = links.times * sum(entry.wire_bytes(links.degrees[axis]) for entry in entries)
+    calls = links.times * sum(entry.count for entry in entries)
     within = links.within(axis)
     rate = links.gpu.link if within else links.gpu.network
     where = "NVLink" if within else "the network"
@@ -147,29 +149,25 @@ def _collectives(name: str, axis: str, entries: Iterable[Entry], links: Links, e
     return Term(name=name, seconds=seconds, exposed=exposed, told=told + hidden)
 
 
-def _fsdp(traced: Traced, bound: BoundPlan, book: Ledger, links: Links) -> Iterator[Term]:
+def _fsdp(traced: Traced, book: Ledger, links: Links) -> Iterator[Term]:
     """Hidden as far as a unit's kernels last; the first gather and the last reduction have nothing to hide behind."""
     entries = [entry for entry in book.entries if entry.axis in ("shard", "replicate")]
-    if not entries:
+    total = sum(links.seconds(entry) for entry in entries)
+    if not total:
         return
-    outside = {"forward": 0.0, "backward": 0.0}
-    inside = {"forward": 0.0, "backward": 0.0}
-    for entry in entries:
-        into = outside if entry.layer == OUTSIDE else inside
-        into[entry.direction] += links.seconds(entry)
-    exposed = sum(outside.values())
-    number = max(1, len(traced.units))
-    for phase, total in inside.items():
-        each = total / number
+    exposed = sum(links.seconds(entry) for entry in entries if entry.layer == OUTSIDE)
+    units = Counter(traced.units)
+    for phase in ("forward", "backward"):
+        inside = [e for e in entries if e.layer != OUTSIDE and e.direction == phase]
+        each = sum(links.seconds(entry) for entry in inside) / max(1, len(traced.units))
         segments: dict[str, Segment] = getattr(traced, phase)
+        waits = {name: max(0.0, each - links.times * segment_seconds(segments[name], links.gpu)) for name in units}
+        exposed += sum(waits[name] * number for name, number in units.items())
         exposed += each / (1 if phase == "forward" else 2)
-        exposed += sum(max(0.0, each - segment_seconds(segments[name], links.gpu)) for name in traced.units[1:])
-    total = sum(outside.values()) + sum(inside.values())
-    shares = [axis for axis in ("shard", "replicate") if any(entry.axis == axis for entry in entries)]
-    for axis in shares:
+    for axis in dict.fromkeys(entry.axis for entry in entries):
         own = [entry for entry in entries if entry.axis == axis]
-        seconds = sum(links.seconds(entry) for entry in own)
-        yield _collectives(f"FSDP2 on {axis}", axis, own, links, exposed=exposed * seconds / total)
+        share = sum(links.seconds(entry) for entry in own) / total
+        yield _collectives(f"FSDP2 on {axis}", axis, own, links, exposed=min(exposed, total) * share)
 
 
 def _optimizer(held: Held, optimizer: Optimizer, precision: Precision, gpu: Gpu) -> Term:

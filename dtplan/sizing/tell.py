@@ -33,21 +33,17 @@ def _head(fitted: Fit) -> Iterator[str]:
 
 def _table(fitted: Fit) -> Iterator[str]:
     """A row for each layout."""
-    kinds = list(dict.fromkeys(str(v.switches) for row in fitted.rows for v in sorted(row.variants, key=_plain_first)))
-    names = {"plain": "plain", "sp": "SP", "checkpointing": "CKPT", "sp + checkpointing": "SP+CKPT"}
-    yield "GiB on the fullest rank; the peak of a step, plain and with SP (sequence parallelism), CKPT (checkpointing)"
+    here = {str(variant.switches) for row in fitted.rows for variant in row.variants}
+    kinds = [kind for kind in ("plain", "SP", "CKPT", "SP+CKPT") if kind in here]
+    yield "GiB on the fullest rank: between steps, and the peak of a step (SP sequence parallelism, CKPT checkpointing)"
     head = f"{'tp':>4}{'shard':>6}{'repl':>6}  {'params':>7}{'grads':>7}{'optim':>7}   "
-    head += "".join(f"{names[kind]:>9}" for kind in kinds) + f"   {'calls':>6}{'GB sent':>9}{'step':>9}{'tok/s':>9}  "
+    head += "".join(f"{kind:>8} " for kind in kinds) + f"  {'calls':>6}{'GB sent':>9}{'step':>9}{'tok/s':>9}"
     yield head
     for row in fitted.rows:
         yield _row(row, fitted, kinds)
     for tp, why in fitted.refused.items():
         yield f"{tp:>4}  {why}"
-    yield "  * fits. Calls, GB sent a rank, estimated time: of the fastest variant that fits, or of the leanest."
-
-
-def _plain_first(variant: Variant) -> tuple[bool, bool]:
-    return variant.switches.checkpointing, variant.switches.sequence_parallel
+    yield "  * fits. Calls and GB that a rank sends in a step, and its estimated time, are of the fastest that fits, or the leanest."
 
 
 def _row(row: Row, fitted: Fit, kinds: list[str]) -> str:
@@ -60,8 +56,8 @@ def _row(row: Row, fitted: Fit, kinds: list[str]) -> str:
         mark = "*" if variant is not None and variant.peak.total <= ask.usable else " "
         peaks += f"{'' if variant is None else gib(variant.peak.total):>8}{mark}"
     best = next(iter(row.fitting(ask.usable)), None) or min(row.variants, key=lambda v: v.peak.total)
-    calls = sum(entry.count for entry in best.book.entries)
-    sent = sum(entry.wire_bytes(best.bound.degrees[entry.axis]) for entry in best.book.entries)
+    calls = row.times * sum(entry.count for entry in best.book.entries)
+    sent = row.times * sum(entry.wire_bytes(best.bound.degrees[entry.axis]) for entry in best.book.entries)
     seconds = best.estimate.seconds
     speed = f"{calls:>6}{sent / 1e9:>9.1f}{time(seconds):>9}{ask.batch * ask.sequence / seconds:>9.0f}"
     choice = fitted.smallest
@@ -77,11 +73,24 @@ def _choice(fitted: Fit) -> Iterator[str]:
     yield f"Smallest tp that fits: {named(*choice)}"
     yield from _memory(fitted.ask, *choice)
     yield from _time(fitted.ask, choice[1])
+    yield from _others(fitted)
     fastest = fitted.fastest
     if fastest is not None and fastest[0].tp != choice[0].tp:
         yield f"Fastest by the estimate: {named(*fastest)}, {time(fastest[1].estimate.seconds)} a step"
     yield ""
     yield "  " + _call(*choice)
+
+
+def _others(fitted: Fit) -> Iterator[str]:
+    """The chosen layout under all switches."""
+    ask = fitted.ask
+    yield f"  {'this layout with':<32}{'kept':>8}{'rest':>8}{'peak':>8}{'step':>12}{'tok/s':>9}"
+    names = {"torch": "", "te": "TransformerEngine bf16 ", "fp8": "TransformerEngine FP8 "}
+    for variant in fitted.others:
+        name, said, seconds = names[variant.switches.layers] + str(variant.switches), variant.peak, variant.estimate.seconds
+        mark = "*" if said.total <= ask.usable else " "
+        held = f"{gib(said.activations):>8}{gib(said.rest):>8}{gib(said.total):>8}{mark}"
+        yield f"  {name:<32}{held}{time(seconds):>11}{ask.batch * ask.sequence / seconds:>9.0f}"
 
 
 def _short(fitted: Fit) -> Iterator[str]:
@@ -102,9 +111,8 @@ def _advice(fitted: Fit, row: Row, variant: Variant) -> Iterator[str]:
         yield "allow --checkpointing: only the inputs of the units are kept for backward"
     if ask.sequence_parallel is False and row.tp > 1:
         yield "allow --sequence-parallel: the residual stream is cut over tp"
-    if row.rows > 1:
-        smaller = ask.batch // row.rows
-        yield f"a batch of {smaller} (one sequence a rank; accumulate gradients over {row.rows} steps)"
+    if ask.micro > 1:
+        yield f"--micro-batch 1: {ask.micro} sequences at once keep {gib(said.activations)} GiB for backward"
     elif ask.sequence > 2048:
         yield f"shorter sequences: what grows with them is {gib(said.activations + said.rest)} GiB at {ask.sequence} tokens"
     if ask.precision.mixed:
@@ -153,7 +161,8 @@ EXPLAINED = {
 def named(row: Row, variant: Variant) -> str:
     """A layout in words."""
     switches = {"plain": ""}.get(str(variant.switches), f", {variant.switches}")
-    return f"tp {row.tp} x shard {row.shard} x replicate {row.replicate}{switches} ({row.rows} sequences a rank)"
+    often = f", {row.times} micro-batches a step" if row.times > 1 else ""
+    return f"tp {row.tp} x shard {row.shard} x replicate {row.replicate}{switches}{often}"
 
 
 def _call(row: Row, variant: Variant) -> str:
