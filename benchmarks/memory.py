@@ -5,9 +5,9 @@
 
 A case is a model of shapes.json with a number of layers, and words: `llama2-7b:8 tp=2 sp ckpt adamw`. Words: `tp=N`,
 `shard=N` (default: what is left of the ranks), `sp` (sequence parallelism), `ckpt` (activation checkpointing), `adamw`
-(fused; without it gradients are dropped), `mixed` (float32 parameters, bf16 computation), `whole` (the logits are not cut), `te`,
-`fp8=RECIPE`, `seq=N`, `rows=N` (sequences of one data-parallel rank). On a CPU (`--device cpu`, gloo) storages are
-followed operator by operator in place of the CUDA allocator's statistics. `--rates` measures what the estimate of time
+(fused; without it gradients are dropped), `mixed` (float32 parameters, bf16 computation), `whole` (the logits are not
+cut), `te`, `fp8=RECIPE`, `seq=N`, `rows=N` (sequences of one data-parallel rank). On a CPU (`--device cpu`, gloo)
+storages are followed operator by operator in place of the CUDA allocator's statistics. `--rates` measures what the estimate of time
 takes from a table: rates of matrix products, attention, memory and links.
 """
 
@@ -32,9 +32,12 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 import dtplan
 from dtplan.planner.bind import bind
-from dtplan.planner.memory import Precision
+from dtplan.planner.ledger import ledger
+from dtplan.planner.memory import Optimizer, Precision
+from dtplan.sizing.gpus import GPUS
 from dtplan.sizing.peak import WORKSPACE, Peak, peak
-from dtplan.sizing.traced import cut_model, traced_step
+from dtplan.sizing.roofline import Estimate, estimate
+from dtplan.sizing.traced import cut_model, fused, traced_step
 from dtplan.sizing.watch import Watch, local_tensors, watched_storages
 
 GIB = 1 << 30
@@ -138,11 +141,13 @@ def model_of(case: Case, device: str, dtype: torch.dtype) -> nn.Module:
         torch.set_default_dtype(before)
 
 
-def predicted(case: Case, world: int, device: str) -> Peak:
+def predicted(case: Case, world: int) -> tuple[Peak, Estimate]:
     """What `dtplan fit` says; no process group may be there."""
     precision, degrees = case.precision, case.degrees(world)
     model = model_of(case, "meta", getattr(torch, precision.parameters))
     bound = bind(model, **degrees, loss_parallel=not case.has("whole"), sequence_parallel=case.has("sp"))
+    if case.has("te"):
+        bound = fused(model, bound, fp8=case.has("fp8")).bound
     traced = traced_step(
         cut_model(model, bound),
         "auto",
@@ -157,7 +162,21 @@ def predicted(case: Case, world: int, device: str) -> Peak:
         te=case.has("te"),
         fp8=case.has("fp8"),
     )
-    return peak(traced, bound, precision, "adamw" if case.has("adamw") else "sgd")
+    optimizer: Optimizer = "adamw" if case.has("adamw") else "sgd"
+    found = peak(traced, bound, precision, optimizer)
+    book = ledger(bound, batch=case.number("rows", 1), sequence=case.sequence, checkpointing=case.has("ckpt"))
+    guess = estimate(
+        traced,
+        bound,
+        book,
+        found.held,
+        gpu=GPUS["h200"],
+        per_host=8,
+        optimizer=optimizer,
+        precision=precision,
+        checkpointing=case.has("ckpt"),
+    )
+    return found, guess
 
 
 def sharded(case: Case, world: int, device: str) -> nn.Module:
@@ -262,12 +281,8 @@ def rates(world: int) -> dict[str, float]:
             part = torch.zeros(size // 2 // world, **x)
             name = f"{size >> 20} MiB ms"
             found[f"all_reduce {name}"] = _seconds(lambda t=whole: dist.all_reduce(t)) * 1e3
-            found[f"all_gather {name}"] = (
-                _seconds(lambda t=whole, p=part: dist.all_gather_into_tensor(t, p)) * 1e3
-            )
-            found[f"reduce_scatter {name}"] = (
-                _seconds(lambda t=whole, p=part: dist.reduce_scatter_tensor(p, t)) * 1e3
-            )
+            found[f"all_gather {name}"] = _seconds(lambda t=whole, p=part: dist.all_gather_into_tensor(t, p)) * 1e3
+            found[f"reduce_scatter {name}"] = _seconds(lambda t=whole, p=part: dist.reduce_scatter_tensor(p, t)) * 1e3
     return {name: round(value, 4) for name, value in found.items()}
 
 
@@ -293,7 +308,7 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     began = time.monotonic()
     cases = [Case.of(text) for text in args.cases or (CASES[world] if args.device == "cuda" else DRY)]
-    said = {case.text: predicted(case, world, args.device) for case in cases} if rank == 0 else {}
+    said = {case.text: predicted(case, world) for case in cases} if rank == 0 else {}
     dtplan.init(tensor_parallel_degree=1)
     if rank == 0:
         print(f"{torch.__version__}, {world} ranks, predicted after {time.monotonic() - began:.0f} s", flush=True)
@@ -316,13 +331,18 @@ def main() -> None:
             print(f"{name:<28} {value:12.4f}")
         print(f"{time.monotonic() - began:.0f} s")
         if args.json:
-            args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows, "rates": found}, indent=2) + "\n")
+            args.json.write_text(
+                json.dumps({"torch": torch.__version__, "rows": rows, "rates": found}, indent=2) + "\n"
+            )
     dist.destroy_process_group()
 
 
-def told(said: Peak) -> dict[str, Any]:
+def told(prediction: tuple[Peak, Estimate]) -> dict[str, Any]:
     """A prediction as data."""
+    said, guess = prediction
     return {
+        "predicted_ms": round(guess.seconds * 1e3, 1),
+        "terms_ms": {term.name: round(term.exposed * 1e3, 1) for term in guess.terms},
         "predicted": said.total,
         "state": said.held.parameters + said.held.optimizer,
         "gradients": said.held.gradients,
@@ -343,7 +363,8 @@ def line(row: dict[str, Any]) -> str:
         return f"{row['case']:<50} above the state: predicted {above:,} measured {row['above']:,} bytes; {row['where']}"
     more = f"reserved {row['reserved'] / GIB:.2f} outside {row['outside'] / GIB:.2f} between {row['between'] / GIB:.3f}"
     ratio = row["predicted"] / row["peak"]
-    return f"{row['case']:<50} measured {row['peak'] / GIB:7.3f} ratio {ratio:.3f}  {row['ms']} ms  {more}  {said}"
+    took = f"{row['ms']} ms ({row['predicted_ms']} estimated)"
+    return f"{row['case']:<50} measured {row['peak'] / GIB:7.3f} ratio {ratio:.3f}  {took}  {more}  {said}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)?", re.IGNORECASE)
 _FACTORS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg]
     """``80GiB`` as bytes."""
 
     name = "size"
@@ -35,7 +35,9 @@ class Size(click.ParamType):
 @click.option("--model", required=True, help="A model folder, a config.json, or a name that transformers knows.")
 @click.option("--gpus", required=True, type=click.IntRange(min=1), help="GPUs in all.")
 @click.option("--seq", default=4096, show_default=True, type=click.IntRange(min=2), help="Tokens of a sequence.")
-@click.option("--batch", type=click.IntRange(min=1), help="Sequences of a step over all GPUs; as many as GPUs, if not given.")
+@click.option(
+    "--batch", type=click.IntRange(min=1), help="Sequences of a step over all GPUs; as many as GPUs, if not given."
+)
 @click.option(
     "--micro-batch",
     default=1,
@@ -45,16 +47,20 @@ class Size(click.ParamType):
 )
 @click.option("--gpu", default="h100", show_default=True, help="Whose rates and memory: a100, h100, h200, b200.")
 @click.option("--memory", type=Size(), help="Of one GPU, as 80GiB; that of the named GPU, if not given.")
-@click.option("--reserve", type=Size(), default="4GiB", show_default=True, help="Of it, for CUDA, NCCL, fragmentation.")
+@click.option("--reserve", type=Size(), default="6GiB", show_default=True, help="Of it, for CUDA, NCCL, fragmentation.")
 @click.option("--gpus-per-host", default=8, show_default=True, type=click.IntRange(min=1), help="Linked by NVLink.")
 @click.option("--plan", "plan_option", help="As the argument: a built-in plan's name or a file.")
 @click.option("--tp", type=click.IntRange(min=1), help="Only this tensor parallel degree.")
-@click.option("--sequence-parallel/--no-sequence-parallel", default=None, help="Only with or without; both, if not given.")
+@click.option(
+    "--sequence-parallel/--no-sequence-parallel", default=None, help="Only with or without; both, if not given."
+)
 @click.option("--checkpointing/--no-checkpointing", default=None, help="Only with or without; both, if not given.")
 @click.option("--loss-parallel/--no-loss-parallel", default=True, show_default=True, help="Logits cut or gathered.")
 @click.option("--optimizer", default="adamw", show_default=True, type=click.Choice(["adamw", "momentum", "sgd"]))
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(DTYPES), help="Of all numbers.")
-@click.option("--mixed-precision", "mixed", is_flag=True, help="Parameters and optimizer in float32, computation in --dtype.")
+@click.option(
+    "--mixed-precision", "mixed", is_flag=True, help="Parameters and optimizer in float32, computation in --dtype."
+)
 @click.option("--te", is_flag=True, help="With TransformerEngine's layers where the plan names them.")
 @click.option("--fp8", is_flag=True, help="With TransformerEngine's layers, in FP8.")
 @click.option("--explain", is_flag=True, help="Also what every number is made of.")
@@ -86,7 +92,7 @@ def fit(
 ) -> None:
     """The smallest tensor parallel degree at which a model trains on some GPUs, and all other layouts beside it.
 
-    Memory is followed through one rank's step of the real model on shapes without storage; time is an estimate from rates.
+    Memory is followed through one rank's step of the real model on shapes without storage; time is an estimate.
     Exits with 0 if a layout fits, 1 if none does.
     """
     plan = plan_option or plan_argument

@@ -20,8 +20,7 @@ from dtplan.planner.memory import Held, Optimizer, Precision, held
 from dtplan.sizing.gpus import Gpu
 from dtplan.sizing.peak import Peak, peak
 from dtplan.sizing.roofline import Estimate, estimate
-from dtplan.sizing.traced import Cut, Traced, cut_model, fused, traced_step
-
+from dtplan.sizing.traced import Cut, Traced, cut_model, traced_step
 
 Layers = Literal["torch", "te", "fp8"]
 """The model's own layers, TransformerEngine's, or those in FP8."""
@@ -57,7 +56,7 @@ class Ask:
     """Sequences of a step over all GPUs."""
     micro: int = 1
     """Sequences that a rank computes at once; the others of its share follow, and gradients are added up."""
-    reserve: int = 4 << 30
+    reserve: int = 6 << 30
     """Bytes that are left to CUDA, NCCL and fragmentation."""
     per_host: int = 8
     optimizer: Optimizer = "adamw"
@@ -140,9 +139,7 @@ class Fit:
         return min(((r, v) for r in self.rows for v in r.variants), key=lambda fit: fit[1].peak.total)
 
 
-def fit(
-    model: nn.Module, plan: str | Path | Plan, ask: Ask, *, on_tp: Callable[[int], None] = lambda _: None
-) -> Fit:
+def fit(model: nn.Module, plan: str | Path | Plan, ask: Ask, *, on_tp: Callable[[int], None] = lambda _: None) -> Fit:
     """Lay ``model`` (on the meta device) out on the GPUs in every legal way.
 
     Raises:
@@ -187,7 +184,8 @@ class _Tp:
         self.ranks = ask.gpus // tp
         self.times = ask.batch // self.ranks // ask.micro
         self._cut: Cut | None = None
-        self._stepped: dict[Switches, tuple[BoundPlan, Traced]] = {}
+        self._bound: dict[bool, BoundPlan] = {}
+        self._traced: dict[Switches, Traced] = {}
 
     def rows(self) -> Iterator[Row]:
         """The rows, replicas last."""
@@ -210,15 +208,12 @@ class _Tp:
         for layers in kinds:
             for checkpointing in (False, True):
                 for sequence_parallel in (False, True) if self.tp > 1 and ask.sequence % self.tp == 0 else (False,):
-                    switches = Switches(
-                        sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=layers
-                    )
+                    switches = Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=layers)
                     yield self._variant(row.shard, row.replicate, switches)
 
     def _may_fuse(self) -> bool:
-        bound = bind(self.model, self.plan, tp=self.tp)
         half = self.ask.precision.compute in ("bfloat16", "float16")
-        return half and self.ask.gpu.fp8 is not None and bool(bound.te)
+        return half and self.ask.gpu.fp8 is not None and bool(self._at(sequence_parallel=False).te)
 
     def _switches(self) -> Iterator[Switches]:
         ask = self.ask
@@ -226,14 +221,13 @@ class _Tp:
             both = (False, True) if ask.sequence_parallel is None else (ask.sequence_parallel,)
             for sequence_parallel in both if self.tp > 1 else (False,):
                 if not (sequence_parallel and ask.sequence % self.tp):
-                    yield Switches(
-                        sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=ask.layers
-                    )
+                    yield Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=ask.layers)
 
     def _variant(self, shard: int, replicate: int, switches: Switches) -> Variant:
         ask = self.ask
-        bound, traced = self._step(switches)
-        bound = dataclasses.replace(bound, degrees={"replicate": replicate, "shard": shard, "tp": self.tp})
+        degrees = {"replicate": replicate, "shard": shard, "tp": self.tp}
+        bound = dataclasses.replace(self._at(sequence_parallel=switches.sequence_parallel), degrees=degrees)
+        traced = self._step(switches)
         book = ledger(
             bound,
             batch=ask.micro,
@@ -262,31 +256,39 @@ class _Tp:
             bound=bound,
         )
 
-    def _step(self, switches: Switches) -> tuple[BoundPlan, Traced]:
-        """The bound plan and the step of a rank, of any layout at this degree."""
-        if switches not in self._stepped:
-            ask = self.ask
-            options = {"sequence_parallel": switches.sequence_parallel, "loss_parallel": ask.loss_parallel}
-            bound = bind(self.model, self.plan, tp=self.tp, **options)
-            if switches.layers != "torch":
-                bound = fused(self.model, bound, fp8=switches.layers == "fp8").bound
+    def _at(self, *, sequence_parallel: bool) -> BoundPlan:
+        """The bound plan at this degree. Fused layers hold the same bytes and make the same calls."""
+        if sequence_parallel not in self._bound:
+            self._bound[sequence_parallel] = bind(
+                self.model,
+                self.plan,
+                tp=self.tp,
+                sequence_parallel=sequence_parallel,
+                loss_parallel=self.ask.loss_parallel,
+            )
+        return self._bound[sequence_parallel]
+
+    def _step(self, switches: Switches) -> Traced:
+        """A rank's step, of any layout at this degree."""
+        ask = self.ask
+        if switches not in self._traced:
             if self._cut is None:
-                self._cut = cut_model(self.model, bound)
-            traced = traced_step(
+                self._cut = cut_model(self.model, self._at(sequence_parallel=False))
+            self._traced[switches] = traced_step(
                 self._cut,
                 self.plan,
                 tp=self.tp,
                 rows=ask.micro,
                 sequence=ask.sequence,
                 dtype=getattr(torch, ask.precision.compute),
+                sequence_parallel=switches.sequence_parallel,
+                loss_parallel=ask.loss_parallel,
                 checkpointing=switches.checkpointing,
                 by_unit=self.ranks > 1 or ask.precision.mixed,
                 te=switches.layers != "torch",
                 fp8=switches.layers == "fp8",
-                **options,
             )
-            self._stepped[switches] = bound, traced
-        return self._stepped[switches]
+        return self._traced[switches]
 
 
 def _degrees(ask: Ask) -> list[int]:
@@ -349,7 +351,10 @@ def _named(choice: tuple[Row, Variant] | None) -> dict[str, Any] | None:
     if choice is None:
         return None
     row, variant = choice
-    switches = {"sequence_parallel": variant.switches.sequence_parallel, "checkpointing": variant.switches.checkpointing}
+    switches = {
+        "sequence_parallel": variant.switches.sequence_parallel,
+        "checkpointing": variant.switches.checkpointing,
+    }
     return {"tp": row.tp, "shard": row.shard, "replicate": row.replicate, **switches}
 
 

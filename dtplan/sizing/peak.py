@@ -10,11 +10,23 @@ import math
 from dataclasses import dataclass
 
 from dtplan.planner.bound import BoundPlan, dtype_bytes
-from dtplan.planner.memory import ROOT, Held, Optimizer, Precision, UnitBytes, held, local_shape, parameters_of, units_of
+from dtplan.planner.memory import (
+    ROOT,
+    Held,
+    Optimizer,
+    Precision,
+    UnitBytes,
+    held,
+    local_shape,
+    parameters_of,
+    units_of,
+)
 from dtplan.sizing.traced import Traced
 
 WORKSPACE = 64 << 20
 """What cuBLAS keeps on Hopper: 32 MiB for the thread of forward and for that of backward."""
+WORKSPACE_TE = 32 << 20
+"""What TransformerEngine adds to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +64,12 @@ def peak(
 ) -> Peak:
     """The peak of a steady step of rank 0: the optimizer's state is there, gradients are freed after each step.
 
-    ``bound`` has the degrees; the traced step is of one of its ranks. ``times``: forward and backward in a step; from the
-    second on there are gradients to which others are added.
+    ``bound`` has the degrees; the traced step is of one of its ranks. ``times``: forward and backward in a step; from
+    the second on there are gradients to which others are added.
     """
     state = held(bound, precision, optimizer)
-    meter = _Meter(state.parameters + state.optimizer + WORKSPACE + (state.gradients if times > 1 else 0))
+    workspace = WORKSPACE + (WORKSPACE_TE if traced.te else 0)
+    meter = _Meter(state.parameters + state.optimizer + workspace + (state.gradients if times > 1 else 0))
     fsdp = _Fsdp(meter, bound, precision, adds=times > 1)
     began = meter.live
     fsdp.gather(ROOT)
@@ -96,7 +109,11 @@ def _optimizer_step(bound: BoundPlan, precision: Precision, optimizer: Optimizer
     if optimizer == "sgd":
         return 0
     largest = max(
-        (math.prod(bound.shard_shape(t)) for t, _ in parameters_of(bound) if t.trainable and local_shape(t, bound.tp, 0)),
+        (
+            math.prod(bound.shard_shape(t))
+            for t, _ in parameters_of(bound)
+            if t.trainable and local_shape(t, bound.tp, 0)
+        ),
         default=0,
     )
     return 2 * largest * dtype_bytes(precision.parameters)

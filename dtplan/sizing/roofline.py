@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dtplan.planner.bound import BoundPlan, dtype_bytes
 from dtplan.planner.ledger import OUTSIDE, Entry, Ledger
-from dtplan.planner.memory import MOMENTS, Held, Optimizer, Precision
+from dtplan.planner.memory import MOMENTS, ROOT, Held, Optimizer, Precision, units_of
 from dtplan.sizing.gpus import Gpu
 from dtplan.sizing.traced import Traced
 from dtplan.sizing.watch import Op, Segment
@@ -66,7 +66,8 @@ class Links:
 
 def kernel_seconds(op: Op, gpu: Gpu) -> float:
     """The larger of an operator's matrix work and its traffic, each at its rate."""
-    rate = {"matrix": gpu.matrix, "fp8": gpu.fp8 or gpu.matrix, "attention": gpu.attention}.get(op.kind, gpu.matrix)
+    rates = {"fp8": gpu.fp8 or gpu.matrix, "attention": gpu.attention}
+    rate = gpu.attention_backward if op.name.endswith("attention_backward") else rates.get(op.kind, gpu.matrix)
     return max(op.flops / rate, op.bytes / gpu.memory_rate)
 
 
@@ -93,6 +94,7 @@ def estimate(
     terms = [*_kernels(traced, gpu, times)]
     terms += _tp(book, links, again=checkpointing)
     terms += _fsdp(traced, book, links)
+    terms += _fsdp_copies(bound, precision, gpu, times)
     terms.append(_optimizer(held, optimizer, precision, gpu))
     kept = tuple(term for term in terms if term.seconds)
     return Estimate(seconds=sum(term.exposed for term in kept), terms=kept)
@@ -118,7 +120,12 @@ def _kernels(traced: Traced, gpu: Gpu, times: int) -> Iterator[Term]:
     rates["attention"] = ("attention", gpu.attention)
     for kind, (name, rate) in rates.items():
         if kind in seconds:
-            told = f"{work[kind] / 1e12:.1f} TFLOP at {rate / 1e12:.0f} TFLOP/s, or their bytes where that is slower"
+            slower = (
+                f", backward at {gpu.attention_backward / 1e12:.0f}"
+                if kind == "attention"
+                else ", or their bytes if slower"
+            )
+            told = f"{work[kind] / 1e12:.1f} TFLOP at {rate / 1e12:.0f} TFLOP/s{slower}"
             yield Term(name=name, seconds=seconds[kind], exposed=seconds[kind], told=told)
     if "other" in seconds:
         told = f"{moved['other'] / 1e9:.1f} GB read and written at {gpu.memory_rate / 1e12:.1f} TB/s"
@@ -170,8 +177,24 @@ def _fsdp(traced: Traced, book: Ledger, links: Links) -> Iterator[Term]:
         yield _collectives(f"FSDP2 on {axis}", axis, own, links, exposed=min(exposed, total) * share)
 
 
+def _fsdp_copies(bound: BoundPlan, precision: Precision, gpu: Gpu, times: int) -> Iterator[Term]:
+    """What FSDP2 gathers is copied out of a buffer, what it reduces into one; each is read and written."""
+    if bound.degrees["shard"] * bound.degrees["replicate"] == 1 and not precision.mixed:
+        return
+    again = bound.fsdp["reshard_after_forward"] is not False
+    size = 0
+    for name, unit in units_of(bound, precision).items():
+        gathers = 2 if again and name != ROOT else 1
+        size += gathers * 2 * unit.gathered + unit.gradients + unit.reduced
+    told = (
+        f"{times * size / 1e9:.1f} GB out of and into the buffers of collectives at {gpu.memory_rate / 1e12:.1f} TB/s"
+    )
+    seconds = times * size / gpu.memory_rate
+    yield Term(name="FSDP2's copies", seconds=seconds, exposed=seconds, told=told)
+
+
 def _optimizer(held: Held, optimizer: Optimizer, precision: Precision, gpu: Gpu) -> Term:
-    """Reads parameters, gradients and moments, writes parameters and moments."""
+    """Reads parameters, gradients and moments, writes parameters and moments; torch's fused kernels."""
     numbers = held.gradients // dtype_bytes(precision.parameters)
     size = (3 + 2 * MOMENTS[optimizer]) * numbers * dtype_bytes(precision.parameters)
     seconds = size / gpu.memory_rate

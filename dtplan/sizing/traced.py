@@ -1,14 +1,15 @@
 """One step of a sharded model on meta tensors: what it keeps for backward, how high memory rises, what it computes.
 
 The model's real code runs, with the plan's moves around its modules and the local shapes of one rank, so nothing here
-knows what a Llama is. Layers that are alike are run once: of all the units in a model, the first, the last, and one of each
-kind between them. What torch would decide on a GPU only, which attention kernel to take, is decided here.
+knows what a Llama is. Layers that are alike are run once: of all the units in a model, the first, the last, and one of
+each kind between them. What torch would decide on a GPU only, which attention kernel to take, is decided here.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -52,6 +52,8 @@ class Traced:
     """``after``, units by name, ``before``."""
     units: tuple[str, ...]
     """Of every unit of the model, in order, the one that was run in its place."""
+    te: bool = False
+    """Whether it has layers of TransformerEngine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +66,35 @@ class Cut:
 
 def cut_model(model: nn.Module, bound: BoundPlan) -> Cut:
     """A copy of ``model`` (on meta) with only the first unit, the last, and one of each kind between them."""
-    model = copy.deepcopy(model)
     kinds = _kinds(bound)
     stands_for: dict[str, str] = {}
+    kept: dict[str, list[int]] = {}
+    whole: dict[str, nn.ModuleList] = {}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in bound.fsdp_units):
         names = [name for name in bound.fsdp_units if name.rpartition(".")[0] == parent]
         holder = model.get_submodule(parent)
         if not isinstance(holder, nn.ModuleList) or len(holder) != len(names):
             stands_for |= {name: name for name in names}
             continue
-        kept = _kept([kinds[name] for name in names])
-        place = {index: at for at, index in enumerate(kept)}
+        whole[parent], kept[parent] = holder, _kept([kinds[name] for name in names])
+        place = {index: at for at, index in enumerate(kept[parent])}
         for index, name in enumerate(names):
-            same = [i for i in kept if kinds[names[i]] == kinds[name]]
+            same = [i for i in kept[parent] if kinds[names[i]] == kinds[name]]
             chosen = index if index in place else next((i for i in same if 0 < i < len(names) - 1), same[0])
             stands_for[name] = f"{parent}.{place[chosen]}"
-        _replace(model, parent, nn.ModuleList(holder[i] for i in kept), kept, len(names))
-    return Cut(model=model, stands_for=stands_for)
+    try:
+        for parent, indices in kept.items():
+            _set(model, parent, nn.ModuleList(whole[parent][i] for i in indices))
+        copied = copy.deepcopy(model)
+    finally:
+        for parent, holder in whole.items():
+            _set(model, parent, holder)
+    for parent, indices in kept.items():
+        _cut_layer_types(copied, indices, len(whole[parent]))
+    for module in copied.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False  # type: ignore[union-attr]  # training needs no cache of keys and values
+    return Cut(model=copied, stands_for=stands_for)
 
 
 def _kinds(bound: BoundPlan) -> dict[str, tuple[Any, ...]]:
@@ -100,14 +114,17 @@ def _kept(kinds: list[tuple[Any, ...]]) -> list[int]:
     return sorted({0, last, *inner.values()})
 
 
-def _replace(model: nn.Module, name: str, holder: nn.ModuleList, kept: list[int], number: int) -> None:
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, holder)
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _cut_layer_types(model: nn.Module, kept: list[int], number: int) -> None:
+    """What a config says of every layer, of those that are left."""
     for module in model.modules():
-        config = getattr(module, "config", None)
-        types = getattr(config, "layer_types", None)
+        types = getattr(getattr(module, "config", None), "layer_types", None)
         if isinstance(types, list) and len(types) == number:
-            config.layer_types = [types[i] for i in kept]  # type: ignore[union-attr]
+            module.config.layer_types = [types[i] for i in kept]  # type: ignore[union-attr]
 
 
 def traced_step(
@@ -139,7 +156,7 @@ def traced_step(
     bound = bind(model, plan, **options)  # type: ignore[arg-type]
     with _fake_ranks(tp):
         mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
-        fusing = fused(model, bound, fp8=fp8) if te or fp8 else Fusing(bound=bound)
+        fusing = fused(model, bound, fp8=fp8, fsdp=by_unit) if te or fp8 else Fusing(bound=bound)
         shard_on_tp(model, fusing, mesh, by_unit=by_unit or checkpointing)
         fusing.seal(model)
         if checkpointing:
@@ -153,19 +170,19 @@ def traced_step(
         except (NotImplementedError, RuntimeError) as error:
             told = (str(error).strip().splitlines() or [""])[0]
             raise TraceError(f"{type(model).__name__} cannot be run on meta tensors: {told}") from error
-    return _sorted(watch.segments, cut.stands_for)
+    return _sorted(watch.segments, cut.stands_for, te=te or fp8)
 
 
-def fused(model: nn.Module, bound: BoundPlan, *, fp8: bool) -> Fusing:
+def fused(model: nn.Module, bound: BoundPlan, *, fp8: bool, fsdp: bool = False) -> Fusing:
     """What TransformerEngine would be given of the model, on layers that only say what they hold."""
     choice = choose(model, bound, fp8=fp8)
     recipe = "fp8" if fp8 else None
-    engine = imagined(_recomputed)
+    engine = imagined(_recomputed, fsdp=fsdp)
     return Fusing(bound=rebound(bound, choice.fused), choice=choice, engine=engine, recipe=recipe)
 
 
 def _step(watch: Watch, model: nn.Module, units: list[tuple[str, nn.Module]], ids: Tensor) -> None:
-    with watch, FlashAttention(), watched_units(watch, units):
+    with watch, gpu_attention(), watched_units(watch, units):
         watch.begin("forward", "before")
         loss = model(input_ids=ids, labels=ids).loss
         watch.begin("backward", "after")
@@ -173,22 +190,18 @@ def _step(watch: Watch, model: nn.Module, units: list[tuple[str, nn.Module]], id
         watch.end()
 
 
-def _sorted(segments: list[Segment], stands_for: dict[str, str]) -> Traced:
+def _sorted(segments: list[Segment], stands_for: dict[str, str], *, te: bool) -> Traced:
     """The segments by phase, without the moments between two units."""
     last = {(s.phase, s.name): s for s in segments}
     kept = [s for s in segments if last[s.phase, s.name] is s]
-    for segment, following in zip(kept, kept[1:], strict=False):
+    for segment, following in itertools.pairwise(kept):
         segment.end = following.start
     forward, backward = ({s.name: s for s in kept if s.phase == phase} for phase in ("forward", "backward"))
-    return Traced(forward=forward, backward=backward, units=tuple(stands_for.values()))
+    return Traced(forward=forward, backward=backward, units=tuple(stands_for.values()), te=te)
 
 
 def _recomputed(forward: Any) -> Any:
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with FlashAttention():  # backward is run without modes over functions
-            return forward(*args, **kwargs)
-
-    return functools.partial(checkpoint, within, use_reentrant=False, preserve_rng_state=False)
+    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager
@@ -203,14 +216,19 @@ def _fake_ranks(number: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class FlashAttention(TorchFunctionMode):
-    """Takes the kernels that a GPU would take for ``scaled_dot_product_attention``, where a CPU would take others."""
+@contextmanager
+def gpu_attention() -> Iterator[None]:
+    """Takes the kernels that a GPU would take for ``scaled_dot_product_attention``, where a CPU would take others.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Only that function is another one."""
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    The function itself is another one meanwhile, in all threads: a mode over functions would be off in backward, where
+    layers are recomputed.
+    """
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
 
 
 def _attention(
@@ -243,7 +261,7 @@ def _attention(
         if bias.dtype is torch.bool:
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, float("-inf"))
         bias = bias.expand(*query.shape[:3], key.shape[2])
-    out = torch.ops.aten._scaled_dot_product_efficient_attention(
+    found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, compute_log_sumexp=True, dropout_p=dropout_p, is_causal=is_causal, scale=scale
-    )[0]
-    return out
+    )
+    return found[0]

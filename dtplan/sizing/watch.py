@@ -72,13 +72,17 @@ class Watch(TorchDispatchMode):
     """Follows storages that are made while it is on; ``known`` tensors were there before and do not count."""
 
     def __init__(self, known: Iterable[Tensor] = (), *, device: str = "meta", block: int = _BLOCK) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.segments: list[Segment] = []
         self._device, self._block = device, block
         self._held: dict[int, int] = {}
         for tensor in known:
             self._follow(tensor, counted=False)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and saying so costs more than an operator on meta tensors
 
     def begin(self, phase: str, name: str) -> None:
         """A new segment."""
@@ -143,7 +147,7 @@ def watched_storages(watch: Watch) -> Iterator[None]:
         watch.resized(storage)
         return storage
 
-    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from dtplan.te.probe import GATED
 
 _FP8 = torch.float8_e4m3fn
 _quantising = False
+_under_fsdp = False
 
 
 @dataclass(slots=True)
@@ -60,9 +61,17 @@ def _held(x: Tensor | None) -> Tensor:
     return x
 
 
-def _turned(columns: Tensor | None, weight: Tensor) -> Tensor:
-    """The weight transposed: a view, or in FP8 the copy that is held so."""
-    return weight.t() if columns is None else columns.view(weight.shape[::-1])
+def _kept(weight: Twice) -> tuple[Tensor | None, Tensor | None]:
+    """Of a weight, what is kept for backward; under FSDP2 it is quantised again from what is gathered again."""
+    return (None, None) if _under_fsdp else weight.tensors()
+
+
+def _turned(columns: Tensor | None, weight: Tensor, *, fp8: bool) -> Tensor:
+    """The weight transposed: a view, or in FP8 a copy."""
+    if not fp8:
+        return weight.t()
+    copied = weight.to(_FP8) if columns is None else columns
+    return copied.view(weight.shape[::-1])
 
 
 class _Layer(nn.Module):
@@ -112,7 +121,9 @@ class _Columns(torch.autograd.Function):
     """Norm, gather, product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: _Layer, weight: Tensor, bias: Tensor | None, gamma: Tensor, beta: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, layer: _Layer, weight: Tensor, bias: Tensor | None, gamma: Tensor, beta: Any
+    ) -> Tensor:
         ctx.layer, ctx.fp8 = layer, _quantising
         normed = Twice.of(x * gamma, fp8=ctx.fp8, columns=not layer.cut)
         total = layer.gathered(_held(normed.rows))
@@ -121,7 +132,7 @@ class _Columns(torch.autograd.Function):
         if ctx.fp8 and not layer.cut:
             normed.rows = None
         ctx.has = [bias is not None, beta is not None]
-        ctx.save_for_backward(x, weight, gamma, bias, beta, layer.statistics(x), *normed.tensors(), *wide.tensors())
+        ctx.save_for_backward(x, weight, gamma, bias, beta, layer.statistics(x), *normed.tensors(), *_kept(wide))
         return out
 
     @staticmethod
@@ -129,7 +140,7 @@ class _Columns(torch.autograd.Function):
         x, weight, gamma, bias, beta, _, rows, columns, *wide = ctx.saved_tensors
         layer, grad = ctx.layer, Twice.of(grads[0], fp8=ctx.fp8)
         total = layer.gathered(rows) if layer.cut else (columns if columns is not None else rows)
-        dx = layer.summed(_times(_held(grad.rows), _turned(wide[1], weight)))
+        dx = layer.summed(_times(_held(grad.rows), _turned(wide[1], weight, fp8=ctx.fp8)))
         if ctx.fp8 and layer.cut:
             total = torch.empty_like(total)
         dw = _weight_gradient(_held(grad.columns), total, weight)
@@ -158,14 +169,14 @@ class _Rows(torch.autograd.Function):
         out = layer.summed(_times(_held(read.rows), _held(wide.rows)))
         if ctx.fp8:
             read.rows = None
-        ctx.save_for_backward(weight, bias, *read.tensors(), *wide.tensors())
+        ctx.save_for_backward(weight, bias, *read.tensors(), *_kept(wide))
         return out if bias is None else out + bias
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         weight, bias, rows, columns, *wide = ctx.saved_tensors
         grad = Twice.of(ctx.layer.gathered(grads[0]), fp8=ctx.fp8)
-        dx = _times(_held(grad.rows), _turned(wide[1], weight))
+        dx = _times(_held(grad.rows), _turned(wide[1], weight, fp8=ctx.fp8))
         dw = _weight_gradient(_held(grad.columns), rows if columns is None else columns, weight)
         return dx, None, dw, None if bias is None else grads[0].sum(0)
 
@@ -174,7 +185,9 @@ class _Mlp(torch.autograd.Function):
     """Norm, gather, product, activation, product, sum over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Any, gamma: Tensor, beta: Any, w1: Tensor, b1: Any, w2: Tensor, b2: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, layer: Any, gamma: Tensor, beta: Any, w1: Tensor, b1: Any, w2: Tensor, b2: Any
+    ) -> Tensor:
         ctx.layer, ctx.fp8 = layer, _quantising
         normed = Twice.of(x * gamma, fp8=ctx.fp8, columns=not layer.cut)
         total = layer.gathered(_held(normed.rows))
@@ -186,9 +199,21 @@ class _Mlp(torch.autograd.Function):
         torch.mul(parts[0], parts[-1], out=act) if not ctx.fp8 else act.copy_(parts[0])
         out = layer.summed(_times(act, _held(second.rows)))
         ctx.save_for_backward(
-            x, gamma, beta, w1, b1, w2, b2, layer.statistics(x), inner, act, *normed.tensors(), *first.tensors(), *second.tensors()
+            x,
+            gamma,
+            beta,
+            w1,
+            b1,
+            w2,
+            b2,
+            layer.statistics(x),
+            inner,
+            act,
+            *normed.tensors(),
+            *_kept(first),
+            *_kept(second),
         )
-        return out if b2 is None else out + b2
+        return out if b2 is None else torch.add(out, b2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -197,7 +222,7 @@ class _Mlp(torch.autograd.Function):
         db2 = None if b2 is None else grads[0].sum(0)
         grad = Twice.of(layer.gathered(grads[0]), fp8=fp8)
         total = layer.gathered(rows) if layer.cut else (rows if columns is None else columns)
-        dact = _times(_held(grad.rows), _turned(wide[3], w2))
+        dact = _times(_held(grad.rows), _turned(wide[3], w2, fp8=fp8))
         if fp8:
             act = torch.empty_like(act)
         dw2 = _weight_gradient(_held(grad.columns), act, w2)
@@ -207,7 +232,7 @@ class _Mlp(torch.autograd.Function):
         wide_grad = Twice.of(dinner, fp8=fp8)
         if fp8:
             del dinner
-        dx = layer.summed(_times(_held(wide_grad.rows), _turned(wide[1], w1)))
+        dx = layer.summed(_times(_held(wide_grad.rows), _turned(wide[1], w1, fp8=fp8)))
         if fp8 and layer.cut:
             total = torch.empty_like(total)
         dw1 = _weight_gradient(_held(wide_grad.columns), total, w1)
@@ -325,8 +350,10 @@ def autocast(*, enabled: bool, recipe: Any, amax_reduction_group: Any) -> Iterat
         _quantising = before
 
 
-def imagined(checkpoint: Any) -> Engine:
-    """The engine; ``checkpoint`` is how a function is recomputed."""
+def imagined(checkpoint: Any, *, fsdp: bool) -> Engine:
+    """The engine; ``checkpoint`` is how a function is recomputed. Under FSDP2 quantised weights are not kept."""
+    global _under_fsdp  # noqa: PLW0603 - layers are made by their class alone
+    _under_fsdp = fsdp
 
     def recomputed(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
         within = _quantising
