@@ -32,11 +32,11 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 import dtplan
 from dtplan.planner.bind import bind
-from dtplan.planner.ledger import ledger
 from dtplan.planner.memory import Optimizer, Precision
 from dtplan.sizing.gpus import GPUS
 from dtplan.sizing.peak import WORKSPACE, Peak, peak
 from dtplan.sizing.roofline import Estimate, estimate
+from dtplan.sizing.schedule import Links
 from dtplan.sizing.traced import cut_model, fused, traced_step
 from dtplan.sizing.watch import Watch, local_tensors, watched_storages
 
@@ -164,18 +164,8 @@ def predicted(case: Case, world: int) -> tuple[Peak, Estimate]:
     )
     optimizer: Optimizer = "adamw" if case.has("adamw") else "sgd"
     found = peak(traced, bound, precision, optimizer)
-    book = ledger(bound, batch=case.number("rows", 1), sequence=case.sequence, checkpointing=case.has("ckpt"))
-    guess = estimate(
-        traced,
-        bound,
-        book,
-        found.held,
-        gpu=GPUS["h200"],
-        per_host=8,
-        optimizer=optimizer,
-        precision=precision,
-        checkpointing=case.has("ckpt"),
-    )
+    links = Links(GPUS["h200"], degrees, per_host=8)
+    guess = estimate(traced, bound, found.held, links, optimizer=optimizer, precision=precision)
     return found, guess
 
 

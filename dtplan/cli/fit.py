@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import click
 
@@ -64,6 +65,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--te", is_flag=True, help="With TransformerEngine's layers where the plan names them.")
 @click.option("--fp8", is_flag=True, help="With TransformerEngine's layers, in FP8.")
 @click.option("--explain", is_flag=True, help="Also what every number is made of.")
+@click.option("--trace", metavar="FILE", help="Write the chosen layout's step as a Chrome trace, for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def fit(
     plan_argument: str,
@@ -88,6 +90,7 @@ def fit(
     te: bool,
     fp8: bool,
     explain: bool,
+    trace: str | None,
     as_json: bool,
 ) -> None:
     """The smallest tensor parallel degree at which a model trains on some GPUs, and all other layouts beside it.
@@ -124,6 +127,11 @@ def fit(
         tp=tp,
     )
     fitted = sizing.fit(meta_model(model), plan, ask)
+    if trace is not None:
+        from dtplan.report.timeline import chrome_trace
+
+        _, variant = fitted.smallest or fitted.nearest
+        Path(trace).write_text(json.dumps(chrome_trace(variant, ask)) + "\n", encoding="utf-8")
     if as_json:
         click.echo(json.dumps(sizing.as_json(fitted), indent=2, sort_keys=True))
     else:

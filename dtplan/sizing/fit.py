@@ -16,10 +16,11 @@ from dtplan.plan.spec import Plan
 from dtplan.planner.bind import bind, find_plan
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.ledger import Ledger, ledger
-from dtplan.planner.memory import Held, Optimizer, Precision, held
+from dtplan.planner.memory import Held, Optimizer, Precision
 from dtplan.sizing.gpus import Gpu
 from dtplan.sizing.peak import Peak, peak
 from dtplan.sizing.roofline import Estimate, estimate
+from dtplan.sizing.schedule import Links
 from dtplan.sizing.traced import Cut, Traced, cut_model, traced_step
 
 Layers = Literal["torch", "te", "fp8"]
@@ -235,21 +236,19 @@ class _Tp:
             dtype=ask.precision.compute,
             checkpointing=switches.checkpointing,
         )
+        found = peak(traced, bound, ask.precision, ask.optimizer, times=self.times)
         guess = estimate(
             traced,
             bound,
-            book,
-            held(bound, ask.precision, ask.optimizer),
-            gpu=ask.gpu,
-            per_host=ask.per_host,
+            found.held,
+            Links(ask.gpu, degrees, ask.per_host),
             optimizer=ask.optimizer,
             precision=ask.precision,
-            checkpointing=switches.checkpointing,
             times=self.times,
         )
         return Variant(
             switches=switches,
-            peak=peak(traced, bound, ask.precision, ask.optimizer, times=self.times),
+            peak=found,
             estimate=guess,
             book=book,
             traced=traced,

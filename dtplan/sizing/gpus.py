@@ -27,8 +27,10 @@ class Gpu:
     """Bytes/s that a GPU sends to others of its host in a ring."""
     network: float
     """Bytes/s that a GPU sends to other hosts."""
-    latency: float = 12e-6
+    latency: float = 15e-6
     """Seconds that a collective takes without any bytes."""
+    kernel: float = 2e-6
+    """Seconds that the smallest kernel takes."""
     measured: bool = False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dtplan.sizing.fit import Ask, Fit, Row, Variant
+from dtplan.sizing.roofline import time
 
 GIB = 1 << 30
 _SWITCHES = ("plain", "SP", "CKPT", "SP+CKPT")
@@ -149,13 +150,13 @@ EXPLAINED = {
     "params, grads, optim": "bytes between steps, exact: a tie once, FSDP2's padding, the rank with the most rows",
     "kept for backward": "storages alive at the end of forward, found by running the model's own code on shapes; it "
     "falls during backward, while gradients grow",
-    "temporaries": "FSDP2's gathered units and buffers, gradients on their way, what operators and kernels allocate for "
-    "a moment, and cuBLAS's 64 MiB, at the moment that is worst in all",
+    "temporaries": "FSDP2's gathered units and buffers, gradients on their way, what operators and kernels allocate "
+    "for a moment, and cuBLAS's 64 MiB, at the moment that is worst in all",
     "usable": "the GPU's memory less --reserve: CUDA, NCCL and fragmentation are not in a peak",
     "calls, GB sent": "of one rank: a ring sends 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter. "
     "Checkpointing repeats a layer's calls of forward, which count in the time",
-    "step": "each kernel takes the larger of its FLOP and its bytes, at rates that steps sustain; collectives on tp are "
-    "waited for, FSDP2's run beside kernels and count as far as they last longer. Eager code; launches are free",
+    "step": "each kernel takes the larger of its FLOP and its bytes, at rates that steps sustain; collectives on tp "
+    "are waited for, FSDP2's run beside kernels and count as far as they last longer. Eager code; launches are free",
 }
 
 
@@ -187,8 +188,3 @@ def _rate(ask: Ask, seconds: float) -> str:
 def gib(size: float) -> str:
     """Bytes as GiB."""
     return f"{size / GIB:.1f}"
-
-
-def time(seconds: float) -> str:
-    """Seconds, or milliseconds."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -165,6 +165,7 @@ def traced_step(
         units = [(name, model.get_submodule(name)) for name in bound.fsdp_units]
         ids = torch.zeros(rows, sequence, dtype=torch.long, device="meta")
         watch = Watch([ids, *local_tensors([*model.parameters(), *model.buffers()])])
+        watch.named(model.named_modules())
         try:
             _step(watch, model, units, ids)
         except (NotImplementedError, RuntimeError) as error:

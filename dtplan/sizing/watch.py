@@ -7,6 +7,8 @@ inside is invisible here; the known ones are added (``_inside``).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator
@@ -27,6 +29,7 @@ _BLOCK = 512
 aten = torch.ops.aten
 _MATRIX = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._scaled_mm: 0}
 """Matrix products -> which argument the left factor is."""
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _ATTENTION = {
     # operator -> which argument the query is, and products of [queries, keys] x features
     aten._scaled_dot_product_flash_attention: (0, 2),
@@ -44,6 +47,9 @@ class Op:
     name: str
     flops: int
     bytes: int
+    """Of a collective: of the whole tensor."""
+    module: str = ""
+    """The module of the model that it is a part of."""
 
 
 @dataclass(slots=True)
@@ -77,6 +83,9 @@ class Watch(TorchDispatchMode):
         self.segments: list[Segment] = []
         self._device, self._block = device, block
         self._held: dict[int, int] = {}
+        self._inside: list[tuple[str, int]] = []
+        self._stretches: list[tuple[int, int, str]] = []
+        """First node, last node, module: the innermost first."""
         for tensor in known:
             self._follow(tensor, counted=False)
 
@@ -104,8 +113,8 @@ class Watch(TorchDispatchMode):
         if segment is not None:
             inside = _inside(func, args)
             segment.peak = max(segment.peak, self.live + inside)
-            if any(fresh) or func._schema.is_mutable:
-                segment.ops.append(_op(func, args, kwargs, made))
+            if (any(fresh) or func._schema.is_mutable) and func is not _WAIT:
+                segment.ops.append(dataclasses.replace(_op(func, args, kwargs, made), module=self._module()))
         return out
 
     def _follow(self, tensor: Tensor, *, counted: bool = True) -> bool:
@@ -126,6 +135,32 @@ class Watch(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.live -= self._held.pop(key)
+
+    def named(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> list[Any]:
+        """Let operators know the innermost of ``modules`` that they are a part of; removed by the handles."""
+        handles: list[Any] = []
+        for name, module in modules:
+            entering = functools.partial(self._entered, name)
+            handles.append(module.register_forward_pre_hook(entering, prepend=True))
+            handles.append(module.register_forward_hook(self._left))
+        return handles
+
+    def _entered(self, name: str, _module: Any, _args: Any) -> None:
+        self._inside.append((name, torch.autograd._get_sequence_nr()))
+
+    def _left(self, _module: Any, _args: Any, _out: Any) -> None:
+        name, first = self._inside.pop()
+        self._stretches.append((first, torch.autograd._get_sequence_nr(), name))
+
+    def _module(self) -> str:
+        """In forward the module that runs, in backward the one whose forward made the node; numbers count nodes."""
+        if self._inside:
+            return self._inside[-1][0]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        number = node._sequence_nr()
+        return next((name for first, last, name in self._stretches if first <= number < last), "")
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP2 gives storages back, and takes them again, by their size."""
@@ -212,7 +247,7 @@ def _op(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Op:
         work = products * 2 * query.numel() * key.shape[2] // (2 if causal else 1)
         return Op("attention", name, work, size)
     if func.namespace == "_c10d_functional":
-        return Op("collective", name, 0, 0)
+        return Op("collective", name, 0, max(t.numel() * t.element_size() for t in (*read, *made)))
     free = name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
     return Op("other", name, 0, 0 if free else size)
 
