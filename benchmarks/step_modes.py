@@ -3,7 +3,8 @@
 A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism, `attention`
 uses TransformerEngine's, `overlap` does collectives beside matrix products by TransformerEngine's userbuffers. Tags:
 `compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of
-flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer step in the step).
+flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer step in the step),
+`graph` (forward and backward as one CUDA graph: `dtplan.GraphedStep`; its recorder for Megatron-core as well).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -43,6 +45,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 import dtplan
 from dtplan.plan.spec import TeLayer
 from dtplan.planner.bind import find_plan
+from dtplan.planner.graphed import Recorded
 
 GIB = 1 << 30
 SHAPES: dict[str, dict[str, int]] = json.loads((Path(__file__).parent / "shapes.json").read_text())
@@ -232,6 +235,12 @@ class Mode:
         elif "compile" in tags:
             for layer in layers_of(self.model):
                 layer.compile()
+        self.graphed: Callable[..., torch.Tensor] | None = None
+        if "graph" in tags and words[0] == "dtplan":
+            self.graphed = dtplan.GraphedStep(self.model)
+        elif "graph" in tags:
+            recorded = Recorded(self.model, lambda **batch: self.model(**batch).loss)
+            self.graphed = lambda **batch: recorded(batch, accumulate=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True) if "adamw" in tags else None
         data_ranks = dist.get_world_size() if words[0] == "fsdp2" else 1
         self.rows = max(1, args.batch // data_ranks)
@@ -246,6 +255,8 @@ class Mode:
 
     def longer(self, sequence: int) -> dict[str, Any] | None:
         """A round at another length, or None where the memory does not suffice (it does so on all ranks alike)."""
+        if self.graphed is not None:
+            return None  # recorded for one length
         self.read(sequence)
         try:
             return self.round(2)
@@ -258,8 +269,11 @@ class Mode:
 
     def step(self) -> torch.Tensor:
         """Forward and backward; gradients are dropped. Waits for nothing."""
-        loss = self.model(input_ids=self.ids, labels=self.ids).loss
-        loss.backward()
+        if self.graphed is not None:
+            loss = self.graphed(input_ids=self.ids, labels=self.ids)
+        else:
+            loss = self.model(input_ids=self.ids, labels=self.ids).loss
+            loss.backward()
         if self.optimizer is not None:
             self.optimizer.step()
         for parameter in self.model.parameters():
@@ -284,6 +298,8 @@ class Mode:
         peak = torch.cuda.max_memory_allocated() / GIB
         gc.collect()
         torch.cuda.empty_cache()  # the other modes need the room
+        if self.graphed is not None:  # a graph keeps the memory of a step
+            peak = torch.cuda.memory_reserved() / GIB
         return {"seconds": seconds, "host": host, "peak_gib": peak, "loss": whole(loss), "tokens": self.tokens}
 
     def profile(self) -> str:
@@ -365,4 +381,9 @@ def _pairs(settings: list[str]) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:  # noqa: BLE001 - told, then out
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a rank that waits for its communicators while it ends would keep the others waiting

@@ -1,4 +1,4 @@
-"""Tiny models of the families in ``tests/plans``: 4 heads on 2 kv heads, where the family has them."""
+"""Tiny models of the families with a plan: 4 heads on 2 kv heads, where they have them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from dtplan.plan.library import builtin_plans
 from dtplan.plan.read import load_plan
 from tests.models import drawing
 
@@ -36,8 +37,9 @@ _GPT: dict[str, Any] = {
     "attn_pdrop": 0.0,
     **_EAGER,
 }
-_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+_EAGER_EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}
 """Experts one by one: the grouped kernel has no float64."""
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, **_EAGER_EXPERTS}
 IMAGE = 31
 """The token that stands for a part of an image."""
 
@@ -58,6 +60,7 @@ def _deepseek_v3() -> PretrainedConfig:
         qk_nope_head_dim=8,
         v_head_dim=8,
         first_k_dense_replace=1,
+        **_EAGER_EXPERTS,
     )
 
 
@@ -75,6 +78,7 @@ def _qwen3_next() -> PretrainedConfig:
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
         layer_types=["linear_attention", "full_attention"],
+        **_EAGER_EXPERTS,
     )
 
 
@@ -104,17 +108,20 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt_oss": lambda: transformers.GptOssConfig(**_GQA, **_EXPERTS, head_dim=8, pad_token_id=0),
     "gptj": lambda: transformers.GPTJConfig(**_GPT, n_inner=64, rotary_dim=4),
     "llava": _llava,
+    "mistral": lambda: transformers.MistralConfig(**_GQA, head_dim=8, sliding_window=4),
     "mixtral": lambda: transformers.MixtralConfig(**_GQA, **_EXPERTS),
     "olmo2": lambda: transformers.Olmo2Config(**_GQA, pad_token_id=0),
     "phi3": lambda: transformers.Phi3Config(**_GQA, pad_token_id=0),
+    "qwen2": lambda: transformers.Qwen2Config(**_GQA),
     "qwen3": lambda: transformers.Qwen3Config(**_GQA, head_dim=8),
     "qwen3_next": _qwen3_next,
+    "starcoder2": lambda: transformers.Starcoder2Config(**_GQA, residual_dropout=0.0, embedding_dropout=0.0),
 }
 MULTI_HEAD_STARCODER = transformers.GPTBigCodeConfig(**_GPT, n_inner=64, multi_query=False)
 
 
 def plan_file(name: str) -> Path:
-    return FOLDER / f"{name}.yaml"
+    return builtin_plans().get(name, FOLDER / f"{name}.yaml")
 
 
 def build(name: str, config: PretrainedConfig | None = None) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ PHI3 = Phi3Config(  # type: ignore[call-arg]
     attn_implementation="eager",
     use_cache=False,
 )
-PHI3_PLAN = str(Path(__file__).parent / "plans" / "phi3.yaml")
+PHI3_PLAN = "phi3"
 Shape = tuple[int, int, int]
 """Degrees: replicate, shard, tp."""
 Made = Callable[[nn.Module], torch.optim.Optimizer]

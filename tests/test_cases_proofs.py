@@ -23,7 +23,7 @@ from dtplan.prove.proof import prove_model
 from dtplan.prove.result import Finding, Leg, Proof
 from dtplan.prove.shrink import live_model
 from tests.cases import P0, plan_with, t0
-from tests.families import CONFIGS, build, plan_file
+from tests.families import build, plan_file
 from tests.models import build as build_model
 from tests.models import neox
 
@@ -293,12 +293,9 @@ def test_b49_a_norm_over_all_heads_that_sees_some() -> None:
 
 
 def test_b50_the_shared_rope_key_sees_the_gradient_of_some_heads() -> None:
-    def make() -> nn.Module:
-        config = CONFIGS["deepseek_v3"]()
-        config._experts_implementation = "eager"
-        return build("deepseek_v3", config)
-
-    proof = proof_of(make, changed("deepseek_v3", (", output: {sum_grad_of_last: qk_rope_head_dim}", "")))
+    proof = proof_of(
+        family("deepseek_v3"), changed("deepseek_v3", (", output: {sum_grad_of_last: qk_rope_head_dim}", ""))
+    )
     assert_silent(proof)
     found = first(proof)
     assert (found.name, found.kind) == ("model.layers.1.self_attn.kv_a_proj_with_mqa.weight", "contaminated")

@@ -114,7 +114,7 @@ def test_b94_fp8_reduces_its_maxima_over_all_ranks(standin):
 
 def test_b95_a_norm_over_all_heads_that_is_cut_is_not_swapped(standin):
     text = plan_file("olmo2").read_text(encoding="utf-8")
-    plan = parse_plan(text + "te: {model.layers.*: [{layer: RMSNorm, norm: self_attn.q_norm}]}\n")
+    plan = parse_plan(text.partition("te:")[0] + "te: {model.layers.*: [{layer: RMSNorm, norm: self_attn.q_norm}]}\n")
     model = build_family("olmo2")
     choice = choose(model, dtplan.bind(model, plan, tp=2))
     assert choice.fused == ()

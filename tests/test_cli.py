@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dtplan.cli import cli
+from dtplan.plan.library import builtin_plans
 
 LLAMA_70B: dict[str, Any] = {
     "model_type": "llama",
@@ -44,12 +45,12 @@ def config(tmp_path: Path) -> str:
 def test_list_names_the_built_in_plans_and_what_they_serve() -> None:
     found = run("list")
     assert found.exit_code == 0
-    assert [line.split()[0] for line in found.output.splitlines()] == ["gpt_neox", "llama"]
+    assert [line.split()[0] for line in found.output.splitlines()] == sorted(builtin_plans())
     rows = json.loads(run("list", "--json").output)["plans"]
-    assert {row["name"]: row["serves"] for row in rows} == {
-        "gpt_neox": ["GPTNeoXForCausalLM"],
-        "llama": ["LlamaForCausalLM"],
-    }
+    assert [row["name"] for row in rows] == sorted(builtin_plans())
+    serves = {row["name"]: row["serves"] for row in rows}
+    assert serves["llama"] == ["LlamaForCausalLM"]
+    assert serves["mistral"] == ["MistralForCausalLM"]
 
 
 def test_lint_gives_0_for_clean_1_for_findings_and_2_for_misuse(tmp_path: Path) -> None:

@@ -15,10 +15,7 @@ from dtplan.prove.oracle import wholes
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.weights.checkpoint import open_checkpoint
 from dtplan.weights.compare import differences
-from tests.families import build, on_meta, plan_file
-
-FAMILIES = ("bloom", "gemma2", "gpt2", "gpt_oss", "gptj", "llava", "mixtral", "phi3", "qwen3")
-"""Those of ``tests/plans`` that parallelize can apply."""
+from tests.families import CONFIGS, build, on_meta, plan_file
 
 
 def there_and_back(name: str, source: Path, target: Path) -> None:
@@ -33,7 +30,7 @@ def there_and_back(name: str, source: Path, target: Path) -> None:
     simulated_ranks(4, on_rank)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_family_s_files_come_back_the_same(name: str, tmp_path: Path) -> None:
     model: Any = build(name).float()
     model.save_pretrained(tmp_path / "source")

@@ -73,7 +73,6 @@ MODELS: dict[str, tuple[Any, Any]] = {
         transformers.Phi3ForCausalLM,
         transformers.Phi3Config(**{**TINY, "num_key_value_heads": 4}, pad_token_id=0, eos_token_id=2),
     ),
-    "olmo2": (transformers.Olmo2ForCausalLM, transformers.Olmo2Config(**TINY, pad_token_id=0)),
     "gpt-oss": (
         transformers.GptOssForCausalLM,
         transformers.GptOssConfig(
@@ -396,12 +395,6 @@ def test_an_old_torch_exits_with_2_and_says_so(tmp_path: Path, monkeypatch: pyte
     assert isinstance(found.exception, CannotProveError)
     assert "needs torch 2.11 or newer, this is 2.9.1+cpu" in str(found.exception)
     assert found.exception.exit_code == 2
-
-
-def test_what_parallelize_cannot_do_yet_is_not_run() -> None:
-    proof = proof_of(load_plan(WRONG.parent / "olmo2.yaml"), "olmo2", Leg(tp=2))
-    assert (proof.verdict, proof.exit_code) == ("not run", 2)
-    assert "style sharded_norm" in proof.legs[0].reason
 
 
 def test_degrees_that_are_none_are_misuse(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`dtplan prove` on real configs of the families in ``tests/plans`` whose plans are applied today."""
+"""`dtplan prove` on real configs of the families with a plan, built-in or in ``tests/plans``."""
 
 from __future__ import annotations
 

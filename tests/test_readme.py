@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, GraniteConfig
 
 import dtplan
 from dtplan.plan.read import parse_plan
@@ -71,8 +71,8 @@ def test_the_test_of_a_plan_passes(tmp_path: Path) -> None:
     _script, test = blocks("python")
     (plan,) = blocks("yaml")
     (command,) = [block for block in blocks("sh") if "pytest" in block]
-    (tmp_path / "test_mistral.py").write_text(test)
-    (tmp_path / "mistral.yaml").write_text(plan)
+    (tmp_path / "test_granite.py").write_text(test)
+    (tmp_path / "granite.yaml").write_text(plan)
     program, *arguments = command.split()
     assert program == "pytest"
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
@@ -95,8 +95,8 @@ def test_the_plan_is_a_plan() -> None:
     (text,) = blocks("yaml")
     plan = parse_plan(text)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(MistralConfig(num_hidden_layers=1))
-    assert dtplan.bind(model, plan, tp=8).architecture == "MistralForCausalLM"
+        model = AutoModelForCausalLM.from_config(GraniteConfig(num_hidden_layers=1))
+    assert dtplan.bind(model, plan, tp=8).architecture == "GraniteForCausalLM"
 
 
 def test_the_outputs_are_real(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, fit, plans, prove, show
+from dtplan.cli import checkpoints, compare, completion, doctor, fit, lock, new, plans, prove, report, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -20,14 +20,20 @@ def cli() -> None:
 
 for command in (
     plans.list_plans,
+    new.new,
     plans.lint,
     show.show,
     fit.fit,
     prove.prove,
+    compare.diff,
+    lock.lock_command,
+    report.report,
+    doctor.doctor,
     checkpoints.roundtrip,
     checkpoints.convert,
     plans.schema,
     plans.explain,
+    completion.completion,
 ):
     cli.add_command(command)
 

@@ -40,7 +40,7 @@ CODES: dict[str, str] = {
     "DTP408": "A dim that the tensor does not have, or one that is not a whole number of units.",
     "DTP409": "Tied parameters have different placements.",
     "DTP410": "Nothing is sharded although the degree is larger than 1.",
-    "DTP411": "Something the plan says cannot be applied yet.",
+    "DTP411": "Something the plan says cannot be applied yet. (Nothing at present.)",
     "DTP412": "An input, output or attribute that the module does not have.",
     "DTP413": "An FSDP unit that names nothing, or units of mixed dtype.",
     "DTP414": "A layout that no collective can reach from where the value is.",

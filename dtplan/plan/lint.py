@@ -71,9 +71,10 @@ def _clashes(rules: tuple[Rule, ...], own: Rules, always: Rules | None = None) -
 
 
 def units_of(rule: Rule) -> list[str]:
-    """The units that a rule names, for its dim, its sections and its inputs."""
+    """The units that a rule names, for its dim, its sections, its inputs and its numbers."""
     units = [rule.unit, *(section.unit for section in rule.sections)]
     units += [move.unit for _, move in rule.inputs]
+    units += [unit for _, unit in rule.localize_per]
     return [unit for unit in units if unit is not None]
 
 
@@ -114,7 +115,7 @@ def _rule_contradictions(rule: Rule) -> Iterator[tuple[str, str]]:
     styled, shard = rule.style in _CUTTING, rule.shard is not None
     cuts = styled or shard
     edges = rule.inputs or rule.outputs
-    of_module = edges or rule.localize or rule.reads or rule.parallel_residual
+    of_module = edges or rule.localize or rule.localize_per or rule.reads or rule.parallel_residual
     if rule.style is not None and shard:
         yield "`style` and `shard` both say how it is cut", "a style is for a module, `shard` for a parameter"
     if rule.grad == "sum" and cuts:
@@ -133,8 +134,10 @@ def _rule_contradictions(rule: Rule) -> Iterator[tuple[str, str]]:
         yield "`parallel_residual` and `input` or `output`", "it prepares the input and the output by itself"
     if rule.below and rule.style != "replicate":
         yield "`below` without `replicate`", "name the modules that are cut one by one"
-    if rule.like and rule.style != "vocab":
+    if rule.like == "Embedding" and rule.style != "vocab":
         yield "`like` without `style: vocab`", "`like: Embedding` is for an embedding with a class of its own"
+    if rule.like == "Linear" and rule.style not in ("colwise", "rowwise"):
+        yield "`like: Linear` without `colwise` or `rowwise`", "it is for a linear layer with a class of its own"
 
 
 def _todos(plan: Plan) -> Iterator[Diagnostic]:

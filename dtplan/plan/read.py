@@ -101,7 +101,7 @@ def _base(reading: Reading, extends: tuple[str, yaml.Node], path: Path | None, s
     try:
         if path is None and name not in library.builtin_plans():
             builtin = library.builtin_plans()
-            hint = did_you_mean(name, builtin) or f"text in memory extends {' or '.join(builtin)} only"
+            hint = did_you_mean(name, builtin) or f"text in memory extends built-in plans only: {', '.join(builtin)}"
             reading.add("DTP303", node, f"`extends` names {shown(node)}, which is no built-in plan", hint)
             return None
         base_path, base_shown = library.locate(name, beside=path)

@@ -22,6 +22,7 @@ from dtplan.plan.syntax import (
     choice,
     entries,
     list_of,
+    map_of,
     one_of,
     record,
     then,
@@ -88,7 +89,7 @@ def _section(reading: Reading, node: yaml.Node, **values: Any) -> Section:
         message = "a section with a `count` is cut by no degree"
         reading.add("DTP304", node, message, "add `whole: true`, or name a `unit`")
     elif section.grad is not None and not section.whole:
-        message = "`grad: sum` of a section that is cut"
+        message = f"`grad: {section.grad}` of a section that is cut"
         hint = "what is cut has no partial gradient: add `whole: true`, or drop `grad`"
         reading.add("DTP304", node, message, hint)
     return section
@@ -103,12 +104,23 @@ SECTION: Kind[Section] = one_of(
             "count": Key(NUMBER, "the number of its units, where no config field holds it"),
             "width": Key(TEXT, "the config field that holds a unit's width (default: alike for all sections)"),
             "whole": Key(SWITCH, "every rank keeps the whole section"),
-            "grad": Key(choice(("sum",)), "the section's gradient is summed over ranks"),
+            "grad": Key(
+                choice(("sum", "complete")),
+                "of a whole section: `sum`, each rank's gradient is a partial sum, so they are summed; `complete`, "
+                "every rank has all of it",
+            ),
         },
         _section,
         "One section of a fused dim.",
     ),
 )
+
+
+def _per_unit(_reading: Reading, _node: yaml.Node, numbers: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(numbers.items()))
+
+
+LOCALIZE_PER: Kind[tuple[tuple[str, str], ...]] = then(map_of(TEXT), _per_unit)
 
 RULE_KEYS: dict[str, Key] = {
     "style": Key(STYLE, "the named style: " + "; ".join(f"{name}: {doc}" for name, doc in STYLES.items())),
@@ -122,8 +134,9 @@ RULE_KEYS: dict[str, Key] = {
     ),
     "once": Key(SWITCH, "a whole parameter that is added to an unreduced sum: one rank adds it"),
     "like": Key(
-        choice(("Embedding",)),
-        "the class whose style applies to a subclass that computes more, row by row (Gemma)",
+        choice(("Embedding", "Linear")),
+        "the class whose style applies to a subclass: an Embedding that does more, row by row (Gemma), with `vocab`; a "
+        "Linear that is written anew (Falcon), with `colwise` and `rowwise`",
     ),
     "input": Key(per_value("input"), "the layouts that the module needs its inputs in"),
     "output": Key(per_value("output"), "the layouts that the module hands its outputs out in"),
@@ -135,6 +148,11 @@ RULE_KEYS: dict[str, Key] = {
     "localize": Key(
         list_of(TEXT, at_least=1),
         "whole numbers to divide by the degree: attributes, or `config.field` in the module's own copy of the config",
+    ),
+    "localize_per": Key(
+        LOCALIZE_PER,
+        "whole numbers of the module that count for each unit (q heads of a kv head), and the unit: where several "
+        "ranks share a unit (`replicate_kv`), they are divided by the number of those ranks",
     ),
     "reads": Key(
         list_of(TEXT, at_least=1),

@@ -82,7 +82,7 @@ class Section:
     count: int | None = None
     width: str | None = None
     whole: bool = False
-    grad: Literal["sum"] | None = None
+    grad: Literal["sum", "complete"] | None = None
 
 
 Indivisible = Literal["error", "uneven", "replicate", "replicate_kv"]
@@ -122,6 +122,8 @@ class Rule:
     parallel_residual: str | None = None
     """The input that a block adds to the unreduced sum of its branches."""
     localize: tuple[str, ...] = ()
+    localize_per: tuple[tuple[str, str], ...] = ()
+    """Numbers for each unit, and the unit: divided where several ranks share one."""
     reads: tuple[str, ...] = ()
     """Modules below whose parameters this module's forward reads itself."""
     below: bool = False

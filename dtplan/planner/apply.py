@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtplan._errors import ApplyError, BindError, DegreesError, Diagnostic
+from dtplan._errors import ApplyError, DegreesError
 from dtplan.plan.spec import Plan
 from dtplan.planner.agreement import check_same_inputs, check_same_model, check_same_weights, together
 from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundModule, BoundPlan
+from dtplan.planner.clip import mark_shared
 from dtplan.planner.collectives import Group
 from dtplan.planner.degrees import AXES
 from dtplan.planner.dropout import add_streams
@@ -38,6 +40,8 @@ class Applied:
     """What was done to a model: the bound plan, the mesh on which it lies, and whether it is kept on the host."""
 
     bound: BoundPlan
+    planned: BoundPlan
+    """As the plan alone says it, before layers were fused."""
     mesh: DeviceMesh
     cpu_offload: bool = False
     stored: Mapping[str, Stored] = field(default_factory=dict)
@@ -97,11 +101,10 @@ def parallelize(
         cpu_offload=cpu_offload,
     )
 
-    def prepare() -> tuple[Fusing, DeviceMesh | None]:
+    def prepare() -> tuple[BoundPlan, Fusing, DeviceMesh | None]:
         _refuse_second_call(model)
         sizes = _axis_sizes(mesh)
         found = bind(model, plan, **sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-        _refuse_what_comes_later(found)
         fusing = fuse(
             model,
             found,
@@ -118,10 +121,10 @@ def parallelize(
                 f"activation_checkpointing={activation_checkpointing!r} recomputes units; {bound.plan} has {units}"
             )
         needed = options.mixed_precision is not None or cpu_offload or bound.fsdp["param_dtype"] is not None
-        return fusing, data_mesh(mesh, needed=needed)
+        return found, fusing, data_mesh(mesh, needed=needed)
 
     every = int(activation_checkpointing)
-    fusing, data = together(prepare)
+    planned, fusing, data = together(prepare)
     bound = fusing.bound
     check_same_model(model, bound.json_text())
     check_same_weights(model, mesh)
@@ -136,8 +139,10 @@ def parallelize(
         checkpoint_units(model, bound, every, fusing.recomputing or recomputed)
     if data is not None:
         shard_with_fsdp(model, bound, data, options)
+    _mark_shared(model, stored, mesh)
     guard(model, bound)
-    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh, cpu_offload=cpu_offload, stored=stored))
+    done = Applied(bound=bound, planned=planned, mesh=mesh, cpu_offload=cpu_offload, stored=stored)
+    setattr(model, _ATTRIBUTE, done)
     return model
 
 
@@ -175,21 +180,6 @@ def _refuse_second_call(model: nn.Module) -> None:
         raise ApplyError(f"{type(model).__name__} is parallelized already; build the model anew to shard it otherwise")
 
 
-def _refuse_what_comes_later(bound: BoundPlan) -> None:
-    found = [
-        Diagnostic(
-            code="DTP411",
-            file=module.rule,
-            message=f"{module.pattern} asks for {', '.join(module.later)}, which parallelize cannot do yet",
-            hint="dtplan lint and show know it; use another rule until then",
-        )
-        for module in bound.modules
-        if module.later
-    ]
-    if found:
-        raise BindError(found)
-
-
 def _computes_in(model: nn.Module, bound: BoundPlan, options: FsdpOptions) -> torch.dtype:
     """The dtype in which the layers' weights reach their kernels."""
     asked = options.mixed_precision.param_dtype if options.mixed_precision else None
@@ -206,8 +196,10 @@ def shard_on_tp(model: nn.Module, fusing: Fusing, mesh: DeviceMesh, *, by_unit: 
     """
     bound = fusing.bound
     tp = Tp(mesh=mesh, group=Group.of(mesh.get_group()))
+    tp.groups = _groups(bound, tp)
     fusing.install(model, tp)
-    styles = {name: Sharded(module, name, tp) for module, name in _entries(bound)}
+    tp.bound = {name: module for module, name in _entries(bound)}
+    styles = {name: Sharded(module, name, tp) for name, module in tp.bound.items()}
     tp.names = {id(model.get_submodule(name)): name for name in styles}
     root = styles.pop("", None)
     parallelize_module(model, mesh, dict(styles))
@@ -216,6 +208,18 @@ def shard_on_tp(model: nn.Module, fusing: Fusing, mesh: DeviceMesh, *, by_unit: 
     _add_scopes(model, bound, bound.fsdp_units if by_unit else (), tp)
     tp.made.clear()  # the wrapped forwards keep tp, and FSDP2 replaces the parameters: these would stay beside them
     return tp
+
+
+def _groups(bound: BoundPlan, tp: Tp) -> dict[int, Group]:
+    """For each number of ranks that share parameters, the neighbours among which this rank is."""
+    numbers = {n for module in bound.modules for tensor in module.tensors for n in tensor.summed(tp.group.size)}
+    ranks = tp.mesh.mesh.flatten().tolist()
+    groups = {tp.group.size: tp.group}
+    for number in sorted(numbers - groups.keys()):
+        first = tp.group.rank // number * number
+        neighbours = ranks[first : first + number]
+        groups[number] = Group.of(dist.new_group(neighbours, use_local_synchronization=True))
+    return groups
 
 
 def _entries(bound: BoundPlan) -> Iterator[tuple[BoundModule, str]]:
@@ -229,10 +233,10 @@ def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: 
     for module, name in _entries(bound):
         owner = model.get_submodule(name)
         for tensor in module.tensors:
-            if tensor.grad == "sum" and tensor.trainable:
+            for shared, spans in tensor.summed(tp.group.size).items():
                 unit = next((unit for unit in units if name == unit or name.startswith(unit + ".")), "")
-                scope = scopes.setdefault(unit, Scope())
-                scope.owners.append((owner, tensor.name, tp.views[name]))
+                owners = scopes.setdefault(unit, Scope()).owners.setdefault(shared, [])
+                owners.append((owner, tensor.name, tp.views[name], spans))
     for unit, scope in scopes.items():
         target = model.get_submodule(unit)
         target.forward = _in_scope(target.forward, scope, tp)
@@ -259,6 +263,20 @@ def _checking_first_batch(forward: Callable[..., Any], tp: Tp) -> Callable[..., 
         return forward(*args, **kwargs)
 
     return first_checked
+
+
+def _mark_shared(model: nn.Module, stored: Mapping[str, Stored], mesh: DeviceMesh) -> None:
+    """Tell clipping of rows that several tp ranks keep; FSDP2 cuts dim 0 of what each of them has, as torch.chunk."""
+    shards = mesh["shard"].size() if "shard" in (mesh.mesh_dim_names or ()) else 1
+    number = mesh.get_local_rank("shard") if shards > 1 else 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        one = stored.get(name)
+        if one is None or all(copies == 1 for _, _, copies in one.spans()):
+            continue
+        step = -(-one.rows // shards) if one.dim == 0 else one.rows
+        first = step * number if one.dim == 0 else 0
+        inside = [(max(a, first), min(a + b, first + step), copies) for a, b, copies in one.spans()]
+        mark_shared(parameter, [(one.dim, a - first, b - a, copies) for a, b, copies in inside if a < b])
 
 
 def guard(model: nn.Module, bound: BoundPlan) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from dtplan._errors import BindError, Diagnostic, did_you_mean
 from dtplan.plan import paths
 from dtplan.plan.library import builtin_plans
-from dtplan.plan.read import holds, load_plan, rules_for
+from dtplan.plan.read import config_field, holds, load_plan, rules_for
 from dtplan.plan.source import finding_at
 from dtplan.plan.spec import RESIDUAL, Move, P, Plan, R, Rule, S, TeLayer
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTe, BoundTensor, BoundUnit
@@ -32,9 +32,11 @@ from dtplan.planner.placing import (
     place,
 )
 from dtplan.planner.refusals import dead_rules, full_name, mixed_regions, nearest, split_ties, unruled
-from dtplan.planner.regions import Regions
-from dtplan.planner.units import bound_units, goes_on_later
+from dtplan.planner.regions import Regions, parent_of
+from dtplan.planner.units import bound_units, copies_of
+from dtplan.te.probe import Norm, norm_of
 
+GRAD_OF_WHOLE = "write `grad: sum` if it sees the rank's own heads or columns, else `grad: complete`"
 NO_PLAN = Plan(name="none", units={}, rules=(), files=("<no plan>",))
 
 
@@ -222,7 +224,9 @@ class _Binder:
                 block=self._regions.block_of(group.pattern, rule),
                 shared=self._shared(group, rule),
                 localize=self._localized(group, rule),
-                later=self._later(rule, tensor_rules),
+                per_unit=self._per_unit(group, rule),
+                reads=() if rule is None else self._read(group, rule),
+                norm=self._norm(group, rule),
             )
         except PlacingError as error:
             self._add(error.code, at, f"{group.pattern}: {error}", error.hint)
@@ -236,7 +240,7 @@ class _Binder:
         return None
 
     def _tensors(self, group: Alike, rule: Rule | None, tensors: list[tuple[str, Any]]) -> tuple[BoundTensor, ...]:
-        cuts = cuts_of(group, rule, whole=self._regions.is_whole(rule))
+        cuts = cuts_of(group, rule, self._regions.is_whole)
         bound = []
         for name, tensor in tensors:
             cut = cuts[name]
@@ -253,13 +257,20 @@ class _Binder:
                 buffer=name in group.module._buffers,
             )
             bound.append(_with_tie(entry, self._tied_to.get(full_name(group.names[0], name))))
+        for cut in cuts.values():
+            sections = cut.rule.sections if cut.rule is not None and cut.dim is not None else ()
+            if any(section.whole and section.grad is None for section in sections):
+                message = f"{group.pattern}: a section stays whole among cut ones: is its gradient a partial sum?"
+                self._add("DTP415", cut.rule, message, GRAD_OF_WHOLE)
         if rule is not None and any(not t.buffer and t.placement == R and not t.once for t in bound):
             self._require_grad_rule(group, rule, cuts)
         return tuple(bound)
 
     def _grad_is_summed(self, group: Alike, rule: Rule | None) -> bool:
-        if rule is None or rule.grad is not None:
-            return rule is not None and rule.grad == "sum"
+        if rule is None or self._regions.lies_in_whole(group.pattern):
+            return False
+        if rule.grad is not None:
+            return rule.grad == "sum"
         return (
             rule.style == "norm" and self.layouts.residual != R and self._regions.block_of(group.pattern, rule) is None
         )
@@ -270,20 +281,15 @@ class _Binder:
             return
         if self._regions.is_whole(rule):
             return
-        region = self._regions.around(group.pattern)
-        if region is not None and self._regions.stays_whole(region):
+        if self._regions.lies_in_whole(group.pattern):
             return
+        region = self._regions.around(group.pattern)
         if region is not None or self._regions.has_cut_siblings(group.pattern):
             where = (
                 f"inside `{region}`, whose input's gradient is summed" if region is not None else "beside cut layers"
             )
             message = f"{group.pattern} is whole and lies {where}: is its gradient a partial sum?"
-            self._add(
-                "DTP415",
-                rule,
-                message,
-                "write `grad: sum` if it sees the rank's own heads or columns, else `grad: complete`",
-            )
+            self._add("DTP415", rule, message, GRAD_OF_WHOLE)
 
     def _inputs(self, group: Alike, rule: Rule | None) -> tuple[BoundMove, ...]:
         if rule is None:
@@ -316,8 +322,32 @@ class _Binder:
             moves = [(None, Move(dst=RESIDUAL))]
         weight = group.module._parameters.get("weight")
         length = weight.shape[0] if rule.style == "colwise" and weight is not None else None
-        bound = [output_move(move, self.layouts, value=value, gives=gives) for value, move in moves]
-        return tuple(dataclasses.replace(b, length=length) if b.src == S(-1) else b for b in bound)
+        bound = []
+        for value, move in moves:
+            entry = output_move(move, self.layouts, value=value, gives=gives)
+            if entry.src == S(-1):
+                entry = dataclasses.replace(entry, length=length)
+            if move.sum_grad_of_last is not None and not self._regions.stays_whole(parent_of(group.pattern)):
+                entry = dataclasses.replace(entry, op="copy", last=self._size(move.sum_grad_of_last))
+            bound.append(entry)
+        return tuple(bound)
+
+    def _size(self, field: str) -> int:
+        """A config field that is a number of features."""
+        value = config_field(self.config, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            message = f"`sum_grad_of_last: {field}` is no number of features: the config has {value!r} there"
+            raise PlacingError("DTP412", message, "name the config field that holds the features of the last part")
+        return value
+
+    def _read(self, group: Alike, rule: Rule) -> tuple[str, ...]:
+        """The modules below that the forward reads itself."""
+        there = dict(group.module.named_modules())
+        for path in rule.reads:
+            if path not in there:
+                hint = did_you_mean(path, there) or "name modules as named_modules() does, from this one on"
+                raise PlacingError("DTP412", f"`reads: {path}` names no module below it", hint)
+        return rule.reads
 
     def _argument(self, group: Alike, rule: Rule, value: str | int | None) -> tuple[int | None, str | None]:
         """Position and name of a forward argument, whichever of them the rule gives."""
@@ -338,26 +368,40 @@ class _Binder:
         return input_move(Move(dst=R), self.layouts, value=position, name=name, whole=False)
 
     def _localized(self, group: Alike, rule: Rule | None) -> tuple[str, ...]:
-        for name in rule.localize if rule else ():
+        if rule is None or self._regions.stays_whole(group.pattern) or self._regions.is_whole(rule):
+            return ()
+        for name in rule.localize:
             value = number_at(group.module, name)
             if isinstance(value, bool) or not isinstance(value, int) or value % self.tp:
                 raise PlacingError(
                     "DTP412",
                     f"`localize: {name}` needs a whole number that {self.tp} divides, it is {value!r}",
                 )
-        return rule.localize if rule else ()
+        return rule.localize
 
-    def _later(self, rule: Rule | None, tensor_rules: list[Rule]) -> tuple[str, ...]:
-        wants: list[str] = []
-        for r in [rule, *tensor_rules]:
-            if r is None:
+    def _per_unit(self, group: Alike, rule: Rule | None) -> tuple[tuple[str, int], ...]:
+        """Numbers per unit, where several ranks share one."""
+        numbers = []
+        for name, unit_name in rule.localize_per if rule else ():
+            unit, value = self.units.get(unit_name), number_at(group.module, name)
+            shared = 1 if unit is None else copies_of(unit, self.tp)
+            if shared < 2:
                 continue
-            wants += ["a section that stays whole"] * any(section.whole for section in r.sections)
-            wants += ["style sharded_norm"] * (r.style == "sharded_norm")
-            wants += [f"unit {r.unit} on several ranks at once (replicate_kv)"] * goes_on_later(self._unit(r), self.tp)
-            wants += ["sum_grad_of_last"] * any(move.sum_grad_of_last for _, move in r.outputs)
-            wants += ["reads"] * bool(r.reads)
-        return tuple(wants)
+            if isinstance(value, bool) or not isinstance(value, int) or value % shared:
+                message = f"`localize_per: {name}` needs a whole number that {shared} divides, it is {value!r}"
+                raise PlacingError("DTP412", message, f"name a number of the module that counts for each {unit_name}")
+            numbers.append((name, shared))
+        return tuple(numbers)
+
+    def _norm(self, group: Alike, rule: Rule | None) -> Norm | None:
+        if rule is None or rule.style != "sharded_norm" or self._regions.is_whole(rule):
+            return None
+        found = norm_of(group.module)
+        if found is None:
+            kind = module_kind(group.module)
+            message = f"`sharded_norm` is for an RMSNorm or LayerNorm over its last dim; {kind} computes neither"
+            raise PlacingError("DTP404", message, "keep what it norms whole: `style: replicate` there and here")
+        return found
 
     def _chosen(self, group: Alike) -> Rule | None:
         try:

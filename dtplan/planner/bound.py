@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtplan.plan.spec import Layout
+from dtplan.planner.stored import Stored
+from dtplan.te.probe import Norm
 
 Op = Literal["keep", "copy", "reduce", "gather", "scatter", "gather_whole", "slice", "place"]
 SCHEMA_VERSION = 2
@@ -30,6 +32,8 @@ class BoundMove:
     global_shape: bool = False
     length: int | None = None
     """The global size of the dim that is cut, where it is known and parts may differ in size."""
+    last: int | None = None
+    """Of a copy: the gradient of so many last features only is summed."""
     inside: bool = False
     """Done by a fused layer itself, on its own communicator; nothing is put around the module."""
     units: int | None = None
@@ -47,13 +51,37 @@ class BoundTensor:
     local_shape: tuple[int, ...]
     sections: tuple[int, ...] = ()
     """Rows of the parts of the dim that is cut, where each part is cut by itself."""
+    copies: tuple[int, ...] = ()
+    """How many neighbouring ranks keep the rows of each of ``sections``; () is one for every part."""
     unit: str | None = None
     grad: Literal["complete", "sum"] = "complete"
+    """Whether the gradient of what several ranks keep, the whole tensor or parts of it, is summed over them."""
     once: bool = False
     """A bias that is added to unreduced partial sums: one rank adds it."""
     trainable: bool = True
     buffer: bool = False
     tied_to: str | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks keep the same rows of a tensor that is cut."""
+        return any(copies > 1 for copies in self.copies)
+
+    def stored(self, name: str, tp: int) -> Stored:
+        """How the dim that is cut in sections is put together; ``name`` is the tensor's full name."""
+        return Stored.of(name, self.sections, self.placement.dim or 0, tp, self.copies)
+
+    def summed(self, tp: int) -> dict[int, tuple[tuple[int, int, int], ...]]:
+        """What of a rank's gradient is summed over how many ranks, as ``(dim, start, size)``; () is all of it."""
+        if self.grad != "sum" or not self.trainable:
+            return {}
+        if self.placement.dim is None:
+            return {tp: ()}
+        spans: dict[int, tuple[tuple[int, int, int], ...]] = {}
+        for start, size, copies in self.stored("", tp).spans():
+            if copies > 1:
+                spans[copies] = (*spans.get(copies, ()), (self.placement.dim, start, size))
+        return spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +101,12 @@ class BoundModule:
     shared: BoundMove | None = None
     """Of a parallel-residual block: how its norms are given the whole input, once for all of them."""
     localize: tuple[str, ...] = ()
-    later: tuple[str, ...] = ()
-    """What the rule asks for that `parallelize` cannot do yet."""
+    per_unit: tuple[tuple[str, int], ...] = ()
+    """Numbers per unit of which several ranks share one, and how many ranks share it."""
+    reads: tuple[str, ...] = ()
+    """Modules below whose parameters the forward reads without calling them."""
+    norm: Norm | None = None
+    """Of a norm over a dim that is cut: what it computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +182,17 @@ class BoundPlan:
                     whole += size * math.prod(tensor.shape)
                     local += size * math.prod(self.shard_shape(tensor))
         return whole, local
+
+    def sharded_share(self) -> float:
+        """The share of parameter bytes that tp cuts; ties count once."""
+        whole = cut = 0
+        for module in self.modules:
+            for tensor in module.tensors:
+                if not tensor.buffer and tensor.tied_to is None:
+                    number = len(module.names) * math.prod(tensor.shape) * dtype_bytes(tensor.dtype)
+                    whole += number
+                    cut += number if tensor.placement.word == "S" else 0
+        return cut / whole if whole else 0.0
 
     def shard_shape(self, tensor: BoundTensor) -> tuple[int, ...]:
         """The shape that rank 0 keeps after FSDP2 cut dim 0 over the ``shard`` axis."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ Axis = tuple[str, str]
 """An axis' name and its group's; ranks sort by it alike, since their axes have the same names."""
 Axes = frozenset[Axis]
 """The axes over which a gradient is cut."""
+Span = tuple[int, int, int, int]
+"""``(dim, start, size, copies)`` of a rank's part of a tensor; ``copies`` ranks hold the same."""
+_SHARED = "_dtplan_shared"
 _PIECE = 1 << 13
 """Elements that a CPU adds up in one go: in one go, torch's norm of 3e7 float32 numbers is off by 2e-3."""
 
@@ -29,18 +32,19 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients down so that their norm is at most ``max_norm``; return the norm before.
 
-    The norm is that of the unsharded gradients: what is cut over an axis is summed over it, what is whole is
-    counted once. Plain tensors and DTensors, and DTensors on several meshes, may be mixed. Collective over
-    the meshes of the gradients, at most one small all-reduce an axis. The result is a plain 0-dim tensor in
-    float32 (float64 for float64 gradients), the same on every rank.
+    The norm is that of the unsharded gradients: what is cut over an axis is summed over it, what is whole or kept by
+    several ranks is counted once. Plain tensors and DTensors, and DTensors on several meshes, may be mixed.
+    Collective over the meshes of the gradients, at most one small all-reduce an axis. The result is a plain 0-dim
+    tensor in float32 (float64 for float64 gradients), the same on every rank.
 
     Raises:
         ApplyError: a gradient is a partial sum; or the norm is not finite and ``error_if_nonfinite`` is set.
     """
     found = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     unique = {id(p): p for p in ([found] if isinstance(found, Tensor) else found)}
-    grads = [p.grad for p in unique.values() if p.grad is not None]
-    norm = total_norm(grads, norm_type)
+    held = [p for p in unique.values() if p.grad is not None]
+    grads = [p.grad for p in held if p.grad is not None]
+    norm = total_norm(grads, norm_type, shared=[getattr(p, _SHARED, ()) for p in held])
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise ApplyError(f"the gradient norm is {norm.item()}; nothing was scaled")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -49,20 +53,35 @@ def clip_grad_norm_(
     return norm
 
 
+def mark_shared(parameter: Tensor, spans: Iterable[Span]) -> None:
+    """Say which parts of the rank's own part of ``parameter`` other ranks hold as well; ``spans`` are all its parts."""
+    setattr(parameter, _SHARED, tuple(spans))
+
+
 @torch.no_grad()
-def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all ``grads`` taken as one vector; see ``clip_grad_norm_``."""
+def total_norm(
+    grads: Iterable[Tensor], norm_type: float = 2.0, *, shared: Sequence[tuple[Span, ...]] | None = None
+) -> Tensor:
+    """The norm of all ``grads`` taken as one vector; ``shared`` has the parts of each that several ranks hold."""
     grads = list(grads)
     if not grads:
         return torch.zeros(())
     groups: dict[Axis, dist.ProcessGroup] = {}
-    buckets: dict[Axes, list[Tensor]] = {}
-    for grad in grads:
-        buckets.setdefault(_cut_axes(grad, groups), []).append(_local(grad))
-    device = _device_of(grads)
-    powers = {axes: _power(tensors, norm_type).to(device) for axes, tensors in buckets.items()}
-    summed = _over_axes(powers, groups, infinite=math.isinf(norm_type))
-    return summed if math.isinf(norm_type) else summed ** (1.0 / norm_type)
+    buckets: dict[Axes, dict[int, list[Tensor]]] = {}
+    for grad, spans in zip(grads, shared or [()] * len(grads), strict=True):
+        local, parts = _local(grad), buckets.setdefault(_cut_axes(grad, groups), {})
+        for dim, start, size, copies in spans or [(0, 0, 0, 1)]:
+            parts.setdefault(copies, []).append(local.narrow(dim, start, size) if spans else local)
+    device, infinite = _device_of(grads), math.isinf(norm_type)
+    powers = {axes: _once(parts, norm_type, infinite=infinite).to(device) for axes, parts in buckets.items()}
+    summed = _over_axes(powers, groups, infinite=infinite)
+    return summed if infinite else summed ** (1.0 / norm_type)
+
+
+def _once(parts: dict[int, list[Tensor]], norm_type: float, *, infinite: bool) -> Tensor:
+    """The power of the rank's parts, of which each of n ranks counts an n-th where they hold the same."""
+    powers = [_power(parts[copies], norm_type) / (1 if infinite else copies) for copies in sorted(parts)]
+    return torch.stack(powers).max() if infinite else torch.stack(powers).sum()
 
 
 def _local(grad: Tensor) -> Tensor:

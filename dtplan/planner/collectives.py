@@ -127,6 +127,15 @@ def copy(x: Tensor, group: Group) -> Tensor:
     return _apply(x, _same, lambda g: all_reduce(g, group))
 
 
+def copy_last(x: Tensor, features: int, group: Group) -> Tensor:
+    """R to R where ranks use the last ``features`` for different work, and the others alike: a part of `copy`."""
+
+    def back(g: Tensor) -> Tensor:
+        return torch.cat([g[..., :-features], all_reduce(g[..., -features:], group)], -1)
+
+    return _apply(x, _same, back)
+
+
 def reduce(x: Tensor, group: Group) -> Tensor:
     """P to R: the value is summed over ranks, the gradient is the same on all of them."""
     return _apply(x, lambda v: all_reduce(v, group), _same)
@@ -170,27 +179,42 @@ def spread(x: Tensor, dim: int, group: Group) -> Tensor:
     return _apply(x, there, lambda g: own_part(g, dim, group))
 
 
+Span = tuple[int, int, int]
+"""``(dim, start, size)`` of a part of a tensor."""
+
+
 class _SumGrads(torch.autograd.Function):
-    """Many whole parameters at once: the gradients of all of them are summed over ranks in one all-reduce."""
+    """Many parameters at once: the gradients of all of them, or of parts, are summed over ranks in one all-reduce."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
+    def forward(ctx: Any, group: Group, spans: tuple[tuple[Span, ...], ...], *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.spans = group, spans
         ctx.set_materialize_grads(False)
         return tuple(param.view_as(param) for param in params)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        summed: list[Tensor | None] = [None] * len(grads)
+        # What is summed is written back into a copy, since a gradient may be another's view.
+        summed = [g if g is None or not spans else g.clone() for g, spans in zip(grads, ctx.spans, strict=True)]
         for dtype in sorted({grad.dtype for grad in grads if grad is not None}, key=str):
-            held = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.dtype == dtype]
-            flat = all_reduce(torch.cat([grad.reshape(-1) for _, grad in held]), ctx.group)
-            parts = flat.split([grad.numel() for _, grad in held])
-            for (i, grad), part in zip(held, parts, strict=True):
-                summed[i] = part.view_as(grad)
-        return (None, *summed)
+            held = [i for i, grad in enumerate(summed) if grad is not None and grad.dtype == dtype]
+            parts = [(i, span, part) for i in held for span, part in _parts(summed[i], ctx.spans[i])]
+            flat = all_reduce(torch.cat([part.reshape(-1) for _, _, part in parts]), ctx.group)
+            sums = flat.split([part.numel() for _, _, part in parts])
+            for (i, span, part), total in zip(parts, sums, strict=True):
+                if span is None:
+                    summed[i] = total.view_as(part)
+                else:
+                    part.copy_(total.view_as(part))
+        return (None, None, *summed)
 
 
-def sum_grads(params: list[Tensor], group: Group) -> list[Tensor]:
-    """Local views of whole parameters whose gradients are partial sums; one all-reduce in backward for all."""
-    return list(_SumGrads.apply(group, *params))  # type: ignore[no-untyped-call]
+def _parts(grad: Tensor | None, spans: tuple[Span, ...]) -> list[tuple[Span | None, Tensor]]:
+    assert grad is not None
+    return [(span, grad.narrow(*span)) for span in spans] if spans else [(None, grad)]
+
+
+def sum_grads(params: list[Tensor], group: Group, spans: list[tuple[Span, ...]] | None = None) -> list[Tensor]:
+    """Local views of parameters whose gradients, or their ``spans``, are partial sums; one all-reduce in backward."""
+    parts = tuple(spans or [()] * len(params))
+    return list(_SumGrads.apply(group, parts, *params))  # type: ignore[no-untyped-call]

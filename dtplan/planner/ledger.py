@@ -7,11 +7,13 @@ the wire a ring sends 2(n-1)/n of them for an all-reduce and (n-1)/n for a gathe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, dtype_bytes
+from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, dtype_bytes
+from dtplan.planner.norms import sums_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Direction = Literal["forward", "backward"]
@@ -28,6 +30,8 @@ _OPS: dict[str, tuple[Kind | None, Kind | None]] = {
     "slice": (None, "all_gather"),
 }
 OUTSIDE = "outside the layers"
+_BETWEEN = re.compile(r"\.(?![^{]*\})")
+"""The dots between segments of a pattern, not those of `{0..3}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,7 @@ def ledger(
     data_parallel = bound.degrees["shard"] * bound.degrees["replicate"] > 1
     entries = list(_moves(bound, tokens)) if bound.tp > 1 else []
     if bound.tp > 1:
+        entries += _norms(bound, batch * sequence)
         entries += _grad_sums(bound, by_unit=data_parallel or checkpointing)
         entries += _loss(bound, batch * sequence)
     entries += _fsdp(bound)
@@ -111,7 +116,7 @@ def layer_of(bound: BoundPlan, module: BoundModule) -> str:
     for name in module.names[:1]:
         for unit in bound.fsdp_units:
             if name == unit or name.startswith(unit + "."):
-                return ".".join(module.pattern.split(".")[: unit.count(".") + 1])
+                return ".".join(_BETWEEN.split(module.pattern)[: unit.count(".") + 1])
     return OUTSIDE
 
 
@@ -119,23 +124,45 @@ def _moves(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
     for module in bound.modules:
         shared = () if module.shared is None else (module.shared,)
         for move in (*module.inputs, *shared, *module.outputs):
-            forward, backward = _OPS[move.op]
-            size = tokens * _features(bound, move)
-            for direction, kind in (("forward", forward), ("backward", backward)):
-                if kind is not None:
-                    yield Entry(
-                        layer=layer_of(bound, module),
-                        cause=module.pattern,
-                        kind=kind,
-                        axis="tp",
-                        direction=direction,  # type: ignore[arg-type]
-                        count=len(module.names),
-                        bytes=size,
-                    )
+            yield from move_entries(bound, module, move, tokens)
+
+
+def move_entries(bound: BoundPlan, module: BoundModule, move: BoundMove, tokens: int) -> Iterator[Entry]:
+    """The collectives of one move of ``module``; ``tokens`` is the bytes of one feature of the whole batch."""
+    forward, backward = _OPS[move.op]
+    size = tokens * _features(bound, move)
+    for direction, kind in (("forward", forward), ("backward", backward)):
+        if kind is not None:
+            yield Entry(
+                layer=layer_of(bound, module),
+                cause=module.pattern,
+                kind=kind,
+                axis="tp",
+                direction=direction,  # type: ignore[arg-type]
+                count=len(module.names),
+                bytes=size,
+            )
+
+
+def _norms(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
+    """Norms over a dim that is cut: a number a token, in float32."""
+    for module in bound.modules:
+        if module.norm is not None:
+            directions: tuple[Direction, ...] = ("forward", "backward")
+            for direction in directions:
+                yield Entry(
+                    layer=layer_of(bound, module),
+                    cause=module.pattern,
+                    kind="all_reduce",
+                    axis="tp",
+                    direction=direction,
+                    count=len(module.names) * sums_of(module.norm),
+                    bytes=4 * tokens,
+                )
 
 
 def _features(bound: BoundPlan, move: BoundMove) -> int:
-    return move.length or bound.width
+    return move.last or move.length or bound.width
 
 
 def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
@@ -143,7 +170,7 @@ def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
     sizes: dict[str, tuple[int, int]] = {}
     for module in bound.modules:
         layer = layer_of(bound, module) if by_unit else OUTSIDE
-        size = sum(math.prod(t.shape) * dtype_bytes(t.dtype) for t in module.tensors if t.grad == "sum" and t.trainable)
+        size = sum(_summed(tensor, bound.tp) * dtype_bytes(tensor.dtype) for tensor in module.tensors)
         if size:
             before = sizes.get(layer, (0, 0))[1]
             inside = by_unit and layer != OUTSIDE
@@ -163,6 +190,15 @@ def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
         )
         for layer, (count, size) in sizes.items()
     ]
+
+
+def _summed(tensor: BoundTensor, tp: int) -> int:
+    """Elements of a rank's gradient that are summed with those of other ranks."""
+    whole = math.prod(tensor.local_shape)
+    return sum(
+        sum(size * whole // tensor.local_shape[dim] for dim, _, size in spans) if spans else whole
+        for spans in tensor.summed(tp).values()
+    )
 
 
 def _loss(bound: BoundPlan, tokens: int) -> list[Entry]:
@@ -223,7 +259,8 @@ def _fsdp(bound: BoundPlan) -> Iterator[Entry]:
 def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
     """Per layer, against one collective in and one out, each way, for every region of cut work.
 
-    A region is a module that holds row-parallel layers; the branches of a parallel residual are one region.
+    A region is a module that holds row-parallel layers; the branches of a parallel residual are one region. A norm
+    over a dim that is cut takes its own.
     """
     by_layer: dict[str, list[BoundModule]] = {}
     for module in bound.modules:
@@ -236,6 +273,7 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
         rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise"}
         regions = 1 if joined else len(rows)
         each = 2 if bound.sequence_parallel else 1
+        floor = regions * each + sum(sums_of(module.norm) for module in modules if module.norm is not None)
         number = max(len(module.names) for module in modules)
         ours = [e for e in entries if e.layer == layer and e.axis == "tp" and not e.cause.startswith("gradients")]
         forward, backward = (sum(e.count for e in ours if e.direction == d) // number for d in ("forward", "backward"))
@@ -244,9 +282,9 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
             count=number,
             forward=forward,
             backward=backward,
-            floor_forward=regions * each,
-            floor_backward=regions * each,
-            excess=tuple(_excess(modules)) if max(forward, backward) > regions * each else (),
+            floor_forward=floor,
+            floor_backward=floor,
+            excess=tuple(_excess(modules)) if max(forward, backward) > floor else (),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from dtplan.plan.spec import RESIDUAL, Layout, P, R, Rule, S
 from dtplan.planner.bound import BoundTensor, BoundUnit
 from dtplan.planner.collectives import chunk_sizes
 from dtplan.planner.match import Alike
-from dtplan.planner.sections import SectionsError, section_sizes
+from dtplan.planner.sections import SectionsError, section_copies, section_sizes
+from dtplan.planner.stored import Stored
+from dtplan.planner.units import copies_of
 
 # style -> kind of module -> the dim along which each parameter is cut; None is whole and added once.
 CUTS: dict[str, dict[str, dict[str, int | None]]] = {
@@ -56,14 +58,17 @@ class Cut:
     rule: Rule | None = None
 
 
-def cuts_of(alike: Alike, rule: Rule | None, *, whole: bool) -> dict[str, Cut]:
+def cuts_of(alike: Alike, rule: Rule | None, is_whole: Callable[[Rule | None], bool]) -> dict[str, Cut]:
     """How each tensor of the module is cut by its own rule and by those on its parameters.
+
+    ``is_whole`` tells of a rule that cuts whether the degree leaves its tensors whole all the same.
 
     Raises:
         PlacingError: the style is not for this class of module, or a parameter has two rules.
     """
     module = alike.module
     cuts = {name: Cut() for name, _ in named_tensors(module)}
+    whole = is_whole(rule)
     if rule is not None and rule.style in CUTS and not whole:
         table = CUTS[rule.style].get(kind_for(module, rule))
         if table is None:
@@ -83,7 +88,7 @@ def cuts_of(alike: Alike, rule: Rule | None, *, whole: bool) -> dict[str, Cut]:
         if own is not None:
             # a rule on a row-parallel bias that speaks of its gradient does not change where it is added
             once = own.once or (own.shard is None and cuts[name].once)
-            cuts[name] = Cut(dim=own.shard, once=once, rule=own)
+            cuts[name] = Cut(dim=None if is_whole(own) else own.shard, once=once, rule=own)
     return cuts
 
 
@@ -100,6 +105,8 @@ def _is_like(module: nn.Module, kind: str) -> bool:
 def _way_out(module: nn.Module, style: str) -> str:
     if style == "vocab" and _is_like(module, "Embedding"):
         return "add `like: Embedding` if its forward does more row by row only, as to scale; else `replicate`"
+    if style in ("colwise", "rowwise") and _is_like(module, "Linear"):
+        return "add `like: Linear` if its forward computes what a Linear does; else name its parameters, `shard: DIM`"
     return "a subclass may compute something else: name its parameters with `shard: DIM`"
 
 
@@ -145,6 +152,7 @@ def place(
     shape = tuple(tensor.shape)
     placement, unit_name = R, cut.rule.unit if cut.rule else None
     sections: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
     local = shape
     if cut.dim is not None:
         dim = cut.dim + len(shape) if cut.dim < 0 else cut.dim
@@ -152,14 +160,21 @@ def place(
             raise PlacingError("DTP408", f"`{name}` has {len(shape)} dims {list(shape)}, there is no dim {cut.dim}")
         if cut.rule is not None and cut.rule.sections:
             try:
-                sections = section_sizes(shape[dim], cut.rule.sections, units, config, tp)
+                sections = section_sizes(shape[dim], cut.rule.sections, units, config)
+                copies = section_copies(cut.rule.sections, units, tp) if sections else ()
             except SectionsError as error:
                 message = f"`{name}` {list(shape)}: dim {dim} of size {shape[dim]} {error}"
                 raise PlacingError("DTP408", message, error.hint) from error
         else:
-            _check_units(name, shape, dim, units.get(unit_name or ""), tp)
+            unit = units.get(unit_name or "")
+            _check_units(name, shape, dim, unit, tp)
+            if unit is not None and (shared := copies_of(unit, tp)) > 1:
+                _check_terms(name, cut.rule, unit, shared)
+                sections, copies = (shape[dim],), (shared,)
         placement = S(dim)
-        local = (*shape[:dim], chunk_sizes(shape[dim], tp)[0], *shape[dim + 1 :])
+        rows = Stored.of(name, sections, dim, tp, copies).rows if sections else chunk_sizes(shape[dim], tp)[0]
+        local = (*shape[:dim], rows, *shape[dim + 1 :])
+    whole = placement == R and not cut.once
     return BoundTensor(
         name=name,
         shape=shape,
@@ -167,12 +182,27 @@ def place(
         placement=placement,
         local_shape=local,
         sections=sections,
+        copies=copies,
         unit=unit_name if placement != R else None,
-        grad="sum" if grad_sum and placement == R and not buffer and not cut.once else "complete",
+        grad="sum" if not buffer and (_shared_in_part(cut, copies) or (grad_sum and whole)) else "complete",
         once=cut.once,
         trainable=tensor.requires_grad,
         buffer=buffer,
     )
+
+
+def _check_terms(name: str, rule: Rule | None, unit: BoundUnit, shared: int) -> None:
+    if rule is not None and rule.style in ("rowwise", "vocab"):
+        message = (
+            f"`{name}` is {rule.style} in {unit.name}, of which {shared} ranks keep one: sums would count it so often"
+        )
+        raise PlacingError("DTP405", message, "give it the unit in which its input is cut over all ranks: `unit: head`")
+
+
+def _shared_in_part(cut: Cut, copies: tuple[int, ...]) -> bool:
+    """Whether ranks that keep the same rows of what is cut each see a part of the work; those of one kv head do."""
+    kept = [section for section in cut.rule.sections if section.whole] if cut.rule else []
+    return bool(copies) and all(section.grad == "sum" for section in kept)
 
 
 def _check_units(name: str, shape: tuple[int, ...], dim: int, unit: BoundUnit | None, tp: int) -> None:

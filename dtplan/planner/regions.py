@@ -10,6 +10,11 @@ from dtplan.planner.placing import CUTS
 from dtplan.planner.units import is_whole
 
 
+def parent_of(pattern: str) -> str:
+    """The module that a module lies in."""
+    return pattern.rpartition(".")[0]
+
+
 class Regions:
     """Answers from the rule of every module pattern; ``tp`` decides which cut rules stay whole."""
 
@@ -19,7 +24,7 @@ class Regions:
     def around(self, pattern: str) -> str | None:
         """The nearest module above whose rule prepares an input for cut work below it."""
         while pattern:
-            pattern = pattern.rpartition(".")[0]
+            pattern = parent_of(pattern)
             rule = self._rule_of.get(pattern)
             if rule is None or rule.style == "replicate":
                 continue
@@ -37,7 +42,13 @@ class Regions:
 
     def is_whole(self, rule: Rule | None) -> bool:
         """Whether a rule that cuts leaves its module whole, because the degree does not divide its unit."""
-        return rule is not None and rule.unit is not None and is_whole(self._units.get(rule.unit), self._tp)
+        units = () if rule is None else (rule.unit, *(section.unit for section in rule.sections))
+        return any(is_whole(self._units.get(unit), self._tp) for unit in units if unit is not None)
+
+    def lies_in_whole(self, pattern: str) -> bool:
+        """Whether the region around a module stays whole, so that nothing in it is a part of the work."""
+        region = self.around(pattern)
+        return region is not None and self.stays_whole(region)
 
     def stays_whole(self, pattern: str) -> bool:
         """Whether all cut work below stays whole, so that every rank does the same with the region's input."""
@@ -52,15 +63,15 @@ class Regions:
 
     def has_cut_siblings(self, pattern: str) -> bool:
         """Whether a column-parallel and a row-parallel layer lie beside a module."""
-        parent = pattern.rpartition(".")[0]
-        beside = [rule for name, rule in self._rule_of.items() if name.rpartition(".")[0] == parent and name != pattern]
+        parent = parent_of(pattern)
+        beside = [rule for name, rule in self._rule_of.items() if parent_of(name) == parent and name != pattern]
         styles = {rule.style for rule in beside if rule is not None and not self.is_whole(rule)}
         return bool(parent) and {"colwise", "rowwise"} <= styles
 
     def mixed(self) -> Iterator[tuple[str, Rule]]:
         """Regions in which some layers stay whole and others are cut, with a rule that stays whole."""
         for pattern, rule in self._rule_of.items():
-            if rule is not None and any(move.dst == R for _, move in rule.inputs):
+            if rule is not None and (rule.parallel_residual or any(move.dst == R for _, move in rule.inputs)):
                 wholes = [r for r in self.cut_rules_below(pattern) if self.is_whole(r)]
                 if wholes and len(wholes) < len(self.cut_rules_below(pattern)):
                     yield pattern, wholes[0]

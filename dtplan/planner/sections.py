@@ -1,4 +1,4 @@
-"""The sizes of the parts of a fused dim, from a plan's sections and the model's config."""
+"""The parts of a dim that is cut: their sizes, and how many ranks keep each, from a plan and the model's config."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from dtplan.plan.read import config_field
 from dtplan.plan.spec import Section
 from dtplan.planner.bound import BoundUnit
+from dtplan.planner.units import copies_of
 
 
 class SectionsError(ValueError):
@@ -19,14 +20,14 @@ class SectionsError(ValueError):
 
 
 def section_sizes(
-    size: int, sections: tuple[Section, ...], units: Mapping[str, BoundUnit], config: Any, tp: int
+    size: int, sections: tuple[Section, ...], units: Mapping[str, BoundUnit], config: Any
 ) -> tuple[int, ...]:
     """Rows of each section of a dim of ``size`` rows, in order; empty where a unit has no count (reported elsewhere).
 
     Sections without a ``width`` have units of one width, the one that fills the dim.
 
     Raises:
-        SectionsError: they do not make up the dim, or ``tp`` does not divide one that is cut.
+        SectionsError: they do not make up the dim.
     """
     if any(section.unit is not None and section.unit not in units for section in sections):
         return ()
@@ -41,14 +42,23 @@ def section_sizes(
             f"is not made of {parts} units{' of one width' if shared else ''}",
             "name a section for each part of the dim, in order",
         )
-    sizes = tuple(c * (rest // shared if w is None else w) for c, w in zip(counts, widths, strict=True))
-    for section, count in zip(sections, counts, strict=True):
-        if not section.whole and count % tp:
+    return tuple(c * (rest // shared if w is None else w) for c, w in zip(counts, widths, strict=True))
+
+
+def section_copies(sections: tuple[Section, ...], units: Mapping[str, BoundUnit], tp: int) -> tuple[int, ...]:
+    """How many neighbouring ranks keep each section; () where each is cut over all of them.
+
+    Raises:
+        SectionsError: ``tp`` does not divide one that is cut.
+    """
+    copies = tuple(tp if section.whole else copies_of(units[section.unit or ""], tp) for section in sections)
+    for section, number in zip(sections, copies, strict=True):
+        if number == 0:
             raise SectionsError(
-                f"has a section of {count} units, which degree {tp} does not divide",
+                f"has a section of {units[section.unit or ''].count} units, which degree {tp} does not divide",
                 "choose another degree, or keep the module whole with `replicate`",
             )
-    return sizes
+    return copies if any(number > 1 for number in copies) else ()
 
 
 def _width(section: Section, config: Any) -> int | None:

@@ -2,7 +2,8 @@
 
 A fused dim is cut part by part: every rank keeps its rows of each part, one part after another. So the dim of the
 DTensor reads [part 0 of rank 0, part 1 of rank 0, ..., part 0 of rank 1, ...], an order that depends on the degree,
-and that nobody outside may see: loading, saving, checkpoints and proofs go through the maps here.
+and that nobody outside may see: loading, saving, checkpoints and proofs go through the maps here. Rows that several
+ranks keep (one kv head for many q heads) are in that dim once for each of them, so it may be longer than the tensor's.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Rows ``[start, start + size)`` of the tensor ``source``, cut evenly over the tp ranks."""
+    """Rows ``[start, start + size)`` of the tensor ``source``, cut evenly over the tp ranks, or over groups of them."""
 
     source: str
     """The tensor's full name in checkpoints."""
     start: int
     size: int
+    copies: int = 1
+    """Neighbouring ranks that keep the same rows; as many as there are: every rank keeps all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +47,33 @@ class Stored:
     parts: tuple[Part, ...]
 
     @classmethod
-    def of(cls, name: str, sizes: Sequence[int], dim: int, tp: int) -> Stored:
+    def of(cls, name: str, sizes: Sequence[int], dim: int, tp: int, copies: Sequence[int] = ()) -> Stored:
         """The sections of one tensor, of ``sizes`` rows, one after another."""
         starts = itertools.accumulate(sizes, initial=0)
-        return cls(
-            dim=dim, tp=tp, parts=tuple(Part(source=name, start=a, size=b) for a, b in zip(starts, sizes, strict=False))
-        )
+        parts = zip(starts, sizes, copies or [1] * len(sizes), strict=False)
+        return cls(dim=dim, tp=tp, parts=tuple(Part(source=name, start=a, size=b, copies=c) for a, b, c in parts))
+
+    @property
+    def rows(self) -> int:
+        """Rows of the stored dim on every rank."""
+        return sum(part.size * part.copies // self.tp for part in self.parts)
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """``(start, size, copies)`` of every part in a rank's rows."""
+        sizes = [part.size * part.copies // self.tp for part in self.parts]
+        starts = itertools.accumulate(sizes, initial=0)
+        return [(a, b, part.copies) for a, b, part in zip(starts, sizes, self.parts, strict=False)]
 
     def runs(self, start: int = 0, stop: int | None = None) -> Iterator[Run]:
         """The stored rows ``[start, stop)``, all by default, as runs of the sources' rows, in order."""
         at = 0
         for rank in range(self.tp):
             for part in self.parts:
-                size = part.size // self.tp
+                size = part.size * part.copies // self.tp
                 first = max(at, start)
                 last = at + size if stop is None else min(at + size, stop)
                 if first < last:
-                    row = part.start + rank * size + first - at
+                    row = part.start + rank // part.copies * size + first - at
                     yield Run(at=first, source=part.source, start=row, size=last - first)
                 at += size
 
@@ -71,12 +84,17 @@ class Stored:
             lengths[part.source] = max(lengths.get(part.source, 0), part.start + part.size)
         return lengths
 
-    def split(self, whole: Tensor) -> dict[str, Tensor]:
-        """The sources' tensors, copied out of the whole stored one."""
+    def split(self, whole: Tensor, rank: int = 0) -> dict[str, Tensor]:
+        """The sources' tensors, copied out of the whole stored one; of what several ranks keep, what ``rank`` has."""
         found = {name: self._empty(whole, length) for name, length in self.lengths().items()}
-        for run in self.runs():
+        for run in sorted(self.runs(), key=lambda run: run.at // self.rows == rank):
             found[run.source].narrow(self.dim, run.start, run.size).copy_(whole.narrow(self.dim, run.at, run.size))
         return found
+
+    def own(self, whole: Tensor, rank: int) -> Tensor:
+        """What ``rank`` keeps of the only source."""
+        runs = self.runs(rank * self.rows, (rank + 1) * self.rows)
+        return torch.cat([whole.narrow(self.dim, run.start, run.size) for run in runs], self.dim)
 
     def join(self, sources: Mapping[str, Tensor]) -> Tensor:
         """The whole stored tensor; ``split`` undoes it."""

@@ -24,6 +24,7 @@ from dtplan.planner import collectives as coll
 from dtplan.planner.bound import BoundModule, BoundMove, BoundTensor
 from dtplan.planner.collectives import Group
 from dtplan.planner.localize import divide
+from dtplan.planner.norms import norm_over_ranks
 from dtplan.planner.stored import Stored
 
 Forward = Callable[..., Any]
@@ -35,25 +36,29 @@ Views = dict[str, Tensor]
 
 @dataclass(slots=True)
 class Scope:
-    """Whole parameters of one stretch of forward whose gradients are summed over ranks in one all-reduce.
+    """Parameters of one stretch of forward whose gradients are summed over ranks, with one all-reduce a group of ranks.
 
     Entered around the forward of an FSDP unit, or of the model; modules inside take their views from it.
     """
 
-    owners: list[tuple[nn.Module, str, Views]] = field(default_factory=list)
+    owners: dict[int, list[tuple[nn.Module, str, Views, tuple[coll.Span, ...]]]] = field(default_factory=dict)
+    """By the number of ranks that share them: parameters, and the parts that they share, () for all."""
 
     @contextmanager
     def entered(self, tp: Tp) -> Iterator[None]:
-        """Read all parameters of the scope through one autograd node."""
-        held = [tp.local(module, name) for module, name, _ in self.owners]
-        read = coll.sum_grads(held, tp.group) if held else []
-        before = [dict(views) for _, _, views in self.owners]
-        for (_, name, views), view in zip(self.owners, read, strict=True):
-            views[name] = view
+        """Read all parameters of the scope through one autograd node for each group of ranks."""
+        before = [(views, dict(views)) for owners in self.owners.values() for _, _, views, _ in owners]
+        for views, _ in before:
+            views.clear()
+        for shared, owners in self.owners.items():
+            held = [views[name] if name in views else tp.local(module, name) for module, name, views, _ in owners]
+            read = coll.sum_grads(held, tp.groups[shared], [spans for *_, spans in owners])
+            for (_, name, views, _), view in zip(owners, read, strict=True):
+                views[name] = view
         try:
             yield
         finally:
-            for (_, _, views), then in zip(self.owners, before, strict=True):
+            for views, then in reversed(before):
                 views.clear()
                 views.update(then)
 
@@ -72,6 +77,10 @@ class Tp:
 
     mesh: DeviceMesh
     group: Group
+    groups: dict[int, Group] = field(default_factory=dict)
+    """A number of neighbouring ranks that share parameters -> those among which this rank is."""
+    bound: dict[str, BoundModule] = field(default_factory=dict)
+    """Full module name -> what is bound for it."""
     names: dict[int, str] = field(default_factory=dict)
     """Module -> full name, for messages."""
     made: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -111,7 +120,7 @@ class Sharded(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for tensor in self.bound.tensors:
             self._distribute(module, tensor)
-        divide(module, self.bound.localize, self.tp.group.size)
+        divide(module, dict.fromkeys(self.bound.localize, self.tp.group.size) | dict(self.bound.per_unit))
         wrap(module, self.bound, self.name, self.tp)
         return module
 
@@ -119,7 +128,7 @@ class Sharded(ParallelStyle):
         if bound.buffer:
             buffer = module._buffers[bound.name]
             if bound.placement.dim is not None and buffer is not None:
-                module._buffers[bound.name] = coll.own_part(buffer, bound.placement.dim, self.tp.group)
+                module._buffers[bound.name] = self._own(buffer, bound, bound.name)
             return
         full_name = f"{self.name}.{bound.name}" if self.name else bound.name
         made = self.tp.made.get(bound.tied_to) if bound.tied_to else None
@@ -135,11 +144,15 @@ class Sharded(ParallelStyle):
         """The DTensor of what the rank keeps; every rank cuts what it has, that ranks agree was checked before."""
         if not bound.sections:
             return distribute_tensor(whole, self.tp.mesh, [torch_placement(bound)], src_data_rank=None)
-        dim = bound.placement.dim
-        assert dim is not None
-        self.tp.stored[full_name] = Stored.of(full_name, bound.sections, dim, self.tp.group.size)
-        own = [coll.own_part(part, dim, self.tp.group) for part in whole.split(bound.sections, dim)]
-        return DTensor.from_local(torch.cat(own, dim), self.tp.mesh, [Shard(dim)], run_check=False)
+        self.tp.stored[full_name] = bound.stored(full_name, self.tp.group.size)
+        own = self._own(whole, bound, full_name)
+        return DTensor.from_local(own, self.tp.mesh, [torch_placement(bound)], run_check=False)
+
+    def _own(self, whole: Tensor, bound: BoundTensor, full_name: str) -> Tensor:
+        """The rank's own part of what is cut."""
+        if bound.sections:
+            return bound.stored(full_name, self.tp.group.size).own(whole, self.tp.group.rank)
+        return coll.own_part(whole, bound.placement.dim or 0, self.tp.group)
 
 
 def torch_placement(bound: BoundTensor) -> Placement:
@@ -152,8 +165,15 @@ def wrap(module: nn.Module, bound: BoundModule, name: str, tp: Tp) -> None:
     before = forward = module.forward
     if bound.kind == "Embedding" and bound.tensors and bound.tensors[0].placement.dim == 0:
         forward = vocab_forward(module, forward, tp.group)
+    if bound.norm is not None and tp.group.size > 1:
+        width = bound.tensors[0].local_shape[0] * tp.group.size
+        forward = norm_over_ranks(module, bound.norm, tp.group, width)
     if any(not tensor.buffer for tensor in bound.tensors):
         forward = with_local_parameters(module, forward, bound, tp, tp.views.setdefault(name, {}))
+    for path in bound.reads:
+        below = f"{name}.{path}" if name else path
+        views = tp.views.setdefault(below, {})
+        forward = with_local_parameters(module.get_submodule(path), forward, tp.bound[below], tp, views)
     if bound.block is not None:
         depth = bound.block.count(".") + 1
         block = tp.blocks.setdefault(".".join(name.split(".")[:depth]), BlockInput())
@@ -177,14 +197,15 @@ def with_local_parameters(module: nn.Module, inner: Forward, bound: BoundModule,
     """Run ``inner`` while the module's parameters are local tensors; summed ones are in ``views`` inside a scope."""
     names = [t.name for t in bound.tensors if not t.buffer]
     once = {t.name for t in bound.tensors if t.once}
-    summed = {t.name for t in bound.tensors if t.grad == "sum" and t.trainable}
+    summed = {t.name: t.summed(tp.group.size) for t in bound.tensors}
     parameters = module._parameters
 
     def view(name: str) -> Tensor:
-        if name in summed:
-            shared = views.get(name)
-            return coll.sum_grads([tp.local(module, name)], tp.group)[0] if shared is None else shared
+        if name in views:
+            return views[name]
         local = tp.local(module, name)
+        for shared, spans in summed[name].items():
+            (local,) = coll.sum_grads([local], tp.groups[shared], [spans])
         return coll.place(local, tp.group) if name in once else local
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -229,7 +250,7 @@ def with_inputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for move in around(bound.inputs):
-            change = functools.partial(moved, move=move, tp=tp, where=bound.pattern)
+            change = functools.partial(moved_if_there, move=move, tp=tp, where=bound.pattern)
             args, kwargs = replaced(args, kwargs, move, change)
         return inner(*args, **kwargs)
 
@@ -338,7 +359,7 @@ def moved(x: Tensor, move: BoundMove, tp: Tp, where: str) -> Tensor:
         )
     match move.op if group.size > 1 else "keep":
         case "copy":
-            x = coll.copy(x, group)
+            x = coll.copy(x, group) if move.last is None else coll.copy_last(x, move.last, group)
         case "reduce":
             x = coll.reduce(x, group)
         case "gather":
@@ -354,6 +375,11 @@ def moved(x: Tensor, move: BoundMove, tp: Tp, where: str) -> Tensor:
         case "place":
             x = coll.place(x, group) if move.src.dim is None else coll.spread(x, dim, group)
     return as_global(x, dim, move, tp) if move.global_shape else x
+
+
+def moved_if_there(x: Tensor | None, move: BoundMove, tp: Tp, where: str) -> Tensor | None:
+    """``moved``, of an input that may be None (a bias that only some configs have)."""
+    return None if x is None else moved(x, move, tp, where)
 
 
 def as_global(x: Tensor, dim: int, move: BoundMove, tp: Tp) -> Tensor:

@@ -46,6 +46,8 @@ def _bound(unit: Unit, field: str, count: int) -> BoundUnit:
         allows = tuple(range(1, min(count, _LARGEST_SHOWN) + 1))
     elif unit.indivisible == "error":
         allows = tuple(d for d in range(1, _LARGEST_SHOWN + 1) if count % d == 0)
+    elif unit.indivisible == "replicate_kv":
+        allows = tuple(d for d in range(1, _LARGEST_SHOWN + 1) if count % d == 0 or d % count == 0)
     else:
         allows = tuple(range(1, _LARGEST_SHOWN + 1))
     return BoundUnit(name=unit.name, field=field, count=count, indivisible=unit.indivisible, allows=allows)
@@ -60,14 +62,11 @@ def _no_count(unit: Unit, config: Any) -> Diagnostic:
 
 def _refusals(plan: Plan, units: Mapping[str, BoundUnit], tp: int) -> list[Diagnostic]:
     """One finding for all units that refuse ``tp``: each one's own limit, then the degrees that all allow."""
-    refusing = [unit for unit in units.values() if unit.indivisible == "error" and unit.count % tp]
+    limiting = [unit for unit in units.values() if unit.indivisible in ("error", "replicate_kv")]
+    refusing = [unit for unit in limiting if copies_of(unit, tp) == 0]
     if not refusing:
         return []
-    limits = "; ".join(
-        f"{unit.name} = {unit.count} ({unit.field}) allows {_spell(unit.allows)}"
-        for unit in units.values()
-        if unit.indivisible == "error"
-    )
+    limits = "; ".join(f"{u.name} = {u.count} ({u.field}) allows {_spell(u.allows)}" for u in limiting)
     allowed = set.intersection(*(set(unit.allows) for unit in units.values()))
     message = f"tensor_parallel_degree {tp} does not divide {', '.join(unit.name for unit in refusing)}: {limits}"
     hint = f"degrees that every unit allows: {_spell(sorted(allowed))}"
@@ -83,6 +82,8 @@ def is_whole(unit: BoundUnit | None, tp: int) -> bool:
     return unit is not None and unit.indivisible == "replicate" and unit.count % tp != 0
 
 
-def goes_on_later(unit: BoundUnit | None, tp: int) -> bool:
-    """Whether ``unit`` needs kv heads on several ranks at once, which `parallelize` cannot do yet."""
-    return unit is not None and unit.indivisible == "replicate_kv" and unit.count % tp != 0
+def copies_of(unit: BoundUnit, tp: int) -> int:
+    """How many neighbouring ranks keep one of the units: 1 where ``tp`` divides them, 0 where there is no way."""
+    if unit.count % tp == 0 or unit.indivisible == "uneven":
+        return 1
+    return tp // unit.count if unit.indivisible == "replicate_kv" and tp % unit.count == 0 else 0

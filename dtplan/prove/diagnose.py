@@ -19,7 +19,16 @@ from dtplan.plan.spec import Layout
 from dtplan.planner.bound import BoundModule, BoundPlan, BoundTensor
 from dtplan.planner.loss import causal_lm_loss
 from dtplan.planner.stored import Stored
-from dtplan.prove.edits import Edit, added_once, gradient, input_whole, output_residual, rule_of, sharded_norm
+from dtplan.prove.edits import (
+    Edit,
+    added_once,
+    gradient,
+    input_whole,
+    output_residual,
+    rule_of,
+    section_gradient,
+    sharded_norm,
+)
 from dtplan.prove.held import DISAGREE, MISSING, NO_FIT, PARTIAL, RIGHT, SHAPE, TIMES, Held, held
 from dtplan.prove.oracle import BOUND, float64_casts, logits_of, wholes
 from dtplan.prove.ranks import Job, part_of, sharded_model
@@ -170,10 +179,11 @@ class _Case:
         """What the module gave unsharded; with its columns in the order in which sections keep them."""
         truth = self.truth.outputs[call]
         module = self.modules.get(name)
-        sections = next((t.sections for t in module.tensors if t.sections), ()) if module else ()
-        if module is None or module.style != "colwise" or sum(sections) != truth.shape[-1]:
+        tensor = next((t for t in module.tensors if t.sections), None) if module else None
+        if module is None or tensor is None or module.style != "colwise" or sum(tensor.sections) != truth.shape[-1]:
             return truth
-        return Stored.of(name, sections, truth.dim() - 1, self.job.leg.tp).join({name: truth})
+        stored = tensor.stored(name, self.job.leg.tp)
+        return dataclasses.replace(stored, dim=truth.dim() - 1).join({name: truth})
 
     def _layout(self, name: str) -> tuple[Layout | None, bool]:
         """The layout that the plan gives a module's output, if it says, and whether a misfit is sure to be wrong."""
@@ -244,7 +254,10 @@ class _Case:
             return Held(RIGHT)  # rounding about zero explains nothing
         _, tensor = self.tensors[name]
         if tensor.sections and self.job.leg.ranks == self.job.leg.tp:
-            truth = Stored.of(name, tensor.sections, tensor.placement.dim or 0, self.job.leg.tp).join({name: truth})
+            stored = tensor.stored(name, self.job.leg.tp)
+            if tensor.shared and (found := _shared_part(parts, truth, stored)).kind != RIGHT:
+                return found
+            truth = stored.join({name: truth})
         return held(parts, truth, None, self.units.get(tensor.unit or "", 0))
 
     def _wrong_grad(self, name: str, found: Held) -> Cause:
@@ -258,7 +271,9 @@ class _Case:
             DISAGREE: "ranks work on different parts of what this parameter sees: write `grad: sum`, or cut it",
             MISSING: "no rank's work reaches it: check that its module is called, and with what",
         }.get(found.kind, "")
-        if found.kind == TIMES and tensor.grad != "sum":
+        if tensor.shared and wanted and found.kind != DISAGREE:
+            advice, edits = f"write `grad: {wanted}` in the section that is whole", (section_gradient(ruled, wanted),)
+        elif found.kind == TIMES and tensor.grad != "sum":
             edits = ()
             advice = (
                 "some reader of its output sums a gradient that is whole on every rank: give that one `input: keep`"
@@ -321,6 +336,18 @@ def _once_each(causes: Sequence[Cause]) -> tuple[Cause, ...]:
         finding = dataclasses.replace(first.finding, says=first.finding.says + more)
         told.append(dataclasses.replace(first, finding=finding))
     return tuple(told)
+
+
+def _shared_part(parts: Sequence[Tensor | None], truth: Tensor, stored: Stored) -> Held:
+    """What ranks hold of the first part that they should hold alike, and do not."""
+    own = [part for part in parts if part is not None]
+    for part, (start, size, copies) in zip(stored.parts, stored.spans(), strict=True):
+        for first in range(0, len(own), copies) if copies > 1 else ():
+            rows = truth.narrow(stored.dim, part.start + first // copies * size, size)
+            alike = [mine.narrow(stored.dim, start, size) for mine in own[first : first + copies]]
+            if len(own) == len(parts) and (found := held(alike, rows, None)).kind != RIGHT:
+                return found
+    return Held(RIGHT)
 
 
 def _crash(ranks: Sequence[Evidence], caught: Exception, bound: BoundPlan, truth: Walk) -> Cause:

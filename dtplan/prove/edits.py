@@ -68,6 +68,16 @@ def gradient(name: str, kind: str) -> Edit:
     return _setting(name, f"grad: {kind}", grad=kind)
 
 
+def section_gradient(name: str, kind: str) -> Edit:
+    """The gradient of the sections that stay whole is a ``sum``, or ``complete``."""
+
+    def write(rule: Rule) -> Rule:
+        parts = (dataclasses.replace(s, grad=kind) if s.whole else s for s in rule.sections)
+        return dataclasses.replace(rule, sections=tuple(parts))
+
+    return Edit(name, f"grad: {kind}", write, " for its sections that are whole")
+
+
 def added_once(name: str) -> Edit:
     """One rank adds the parameter."""
     return _setting(name, "once: true", once=True, grad=None)

@@ -71,8 +71,16 @@ def wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     stored = stored_parameters(model)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        found |= stored[name].split(whole(tensor)) if name in stored else {name: whole(tensor)}
+        if name in stored:
+            found |= stored[name].split(whole(tensor), _tp_rank(tensor))
+        else:
+            found[name] = whole(tensor)
     return found
+
+
+def _tp_rank(tensor: Tensor) -> int:
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return mesh.get_local_rank("tp") if mesh is not None and mesh.ndim > 1 else mesh.get_local_rank() if mesh else 0
 
 
 def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

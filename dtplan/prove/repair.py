@@ -114,8 +114,6 @@ class _Bench:
             bound = bound_plan(trial)
         except BindError:
             return None
-        if any(module.later for module in bound.modules):
-            return None
         self.ran.append(wanted)
         causes = diagnose(trial, bound, self.truth)
         if causes:
@@ -303,7 +301,7 @@ def _units(job: Job) -> Iterator[_Unit]:
     for unit in job.plan.units.values():
         counts = ((field, config_field(job.model.config, field)) for field in unit.fields)
         field, count = next(((f, c) for f, c in counts if isinstance(c, int) and c > 0), ("", 0))
-        if count and unit.indivisible == "error":
+        if count and unit.indivisible != "uneven":
             yield _Unit(unit.name, field, count)
 
 

@@ -48,7 +48,11 @@ class Choice:
 
 LEAST_VOCABULARY = 64
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
-WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner")
+WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_OTHER_NAMES = {"num_key_value_heads": ("num_kv_heads", "n_kv_heads")}
+"""Names that some classes have instead, without saying so in their attribute map."""
+_AS_WIDE = ("word_embed_proj_dim",)
+"""Widths that are the residual stream's where the real model has them so."""
 _NO_SIZES = ("dtype", "use_cache", "transformers_version")
 _WINDOW = 4
 """Shorter than the batch's sequences, so that a sliding window hides something."""
@@ -134,7 +138,8 @@ class Reader:
 
     def key(self, field: str) -> str:
         """The class's own name of a field."""
-        return str((getattr(self._config, "attribute_map", None) or {}).get(field, field))
+        own = str((getattr(self._config, "attribute_map", None) or {}).get(field, field))
+        return next((n for n in (own, *_OTHER_NAMES.get(field, ())) if n in self._given), own)
 
     def get(self, field: str) -> Any:
         """A field, or None."""
@@ -179,6 +184,7 @@ def _sizes(read: Reader, degrees: Sequence[int], *, is_text: bool) -> dict[str, 
         sizes["head_dim"] = small_dim
     if isinstance(rotated, int):
         sizes["rotary_dim"] = small_dim * rotated // head_dim
+    sizes |= {field: small_hidden for field in _AS_WIDE if read.get(field) == hidden}
     return sizes | _widths(read, small_hidden, degrees) | (_vocabulary(read, degrees) if is_text else _image(read))
 
 

@@ -137,10 +137,10 @@ def _binding(key: str, config: Any, plan: str | Path | Plan, tp: Sequence[int]) 
 
 def _binds(model: nn.Module, plan: str | Path | Plan, tp: int) -> bool:
     try:
-        bound = bind(model, plan, tp=tp)
+        bind(model, plan, tp=tp)
     except BindError:
         return False
-    return not any(module.later for module in bound.modules)
+    return True
 
 
 def on_meta(config: Any) -> nn.Module:

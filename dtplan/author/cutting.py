@@ -1,0 +1,100 @@
+"""How a group is cut: every parameter's dim and parts, the inputs that are cut, the numbers that are a rank's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from dtplan.author.depend import dependences
+from dtplan.author.groups import Group
+from dtplan.author.local import Bench, Number
+from dtplan.author.parts import Lies, Part, columns_of, input_lies, lies
+from dtplan.author.trace import Trace
+from dtplan.prove.edits import pattern_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cutting:
+    """A group with all that was found out about it. Parameters are below the block, inputs are the root's."""
+
+    group: Group
+    parameters: Mapping[str, Lies]
+    """Those of the root that have to do with the columns, and those behind them (`apart`)."""
+    norms: tuple[str, ...]
+    """Norms whose features are cut: their sums of squares go over ranks."""
+    inputs: Mapping[str, Lies]
+    """Those that move columns."""
+    numbers: tuple[Number, ...] | None
+    """None where no set of them makes ranks compute what the whole does."""
+    why_not: str = ""
+    """What was seen where no cut fits."""
+
+
+def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) -> Cutting:
+    """Look at a group's data flow."""
+    found = dependences(block, trace, group)
+    owners = {product.parameter.rpartition(".")[0] for product in group.products}
+    own = {n: one for n, one in found.parameters.items() if group.root or n.rpartition(".")[0] in owners}
+    columns = columns_of(own, found.columns)
+    parameters = {name: lies(one, columns, known) for name, one in own.items()}
+    inputs = {
+        name: input_lies(one, columns, known)
+        for name, one in found.inputs.items()
+        if one.moves_columns and "[" not in name
+    }
+    cut = [one for one in parameters.values() if one.kind == "cut"]
+    count = _units(cut, found.columns) or columns.components
+    for product in group.last:
+        kind = "cut" if product.dim is not None else "tangled"
+        parameters[product.parameter] = Lies(kind, product.dim or 0, (Part(found.columns, count),))
+    parameters = _with_biases(parameters, group.exits)
+    cutting = Cutting(
+        group=group,
+        parameters=parameters,
+        norms=tuple(n for n in found.norms if parameters.get(f"{n}.weight", Lies("whole")).kind == "cut"),
+        inputs=inputs,
+        numbers=(),
+        why_not=_why_not(parameters, columns.components, in_order=columns.in_order),
+    )
+    if cutting.why_not:
+        return cutting
+    bench = Bench(block, trace, group, _like_experts(parameters), inputs, found.norms, frozenset(known))
+    return dataclasses.replace(cutting, numbers=bench.numbers())
+
+
+def _units(cut: list[Lies], columns: int) -> int | None:
+    """The most units of any part that also divide the columns: heads rather than kv heads."""
+    counts = {part.count for one in cut for part in one.parts if not part.whole}
+    return max((count for count in counts if columns % count == 0), default=None)
+
+
+def _with_biases(parameters: dict[str, Lies], exits: Collection[str]) -> dict[str, Lies]:
+    """A bias lies as the rows of its weight do: that of a key moves nothing, since a softmax takes no notice."""
+    for name, one in list(parameters.items()):
+        weight_name = name.removesuffix("bias") + "weight"
+        weight = parameters.get(weight_name)
+        if name.endswith(".bias") and weight and weight.kind == "cut" and one.kind != "cut":
+            if pattern_of(weight_name) not in exits:
+                parameters[name] = Lies("cut", 0, weight.parts)
+    return parameters
+
+
+def _like_experts(parameters: Mapping[str, Lies]) -> Mapping[str, Lies]:
+    """Every expert of a list is cut as the one that was looked at."""
+    patterns = {pattern_of(name): one for name, one in parameters.items() if one.kind == "cut"}
+    return {name: patterns.get(pattern_of(name), one) for name, one in parameters.items()}
+
+
+def _why_not(parameters: Mapping[str, Lies], components: int, *, in_order: bool) -> str:
+    tangled = [name for name, one in parameters.items() if one.kind == "tangled"]
+    if components < 2:
+        return "every column that the last product reads hangs together with all others, so no cut keeps them apart"
+    if not in_order:
+        return f"its columns hang together in {components} sets that do not lie one after another"
+    if tangled:
+        others = f" and {len(tangled) - 2} more" if len(tangled) > 2 else ""
+        return f"the rows of {', '.join(tangled[:2])}{others} do not lie in one order of units, nor in sections of them"
+    return ""

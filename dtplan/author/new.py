@@ -1,0 +1,142 @@
+"""A new plan for a model: drafted, compared with transformers' own, bound, and proved if that is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from dtplan._errors import BindError, PlanError
+from dtplan.author.draft import PlanDraft
+from dtplan.author.model import draft_plan
+from dtplan.author.opinion import tp_plan_of, with_opinion
+from dtplan.author.writer import plan_text
+from dtplan.plan.read import parse_plan
+from dtplan.planner.bind import bind
+from dtplan.planner.meta import meta_model
+from dtplan.prove.proof import OnLeg, prove
+from dtplan.prove.result import Proof
+from dtplan.prove.shrink import CannotProveError
+
+NOT_RUN = 2
+_MOST_FINDINGS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """A drafted plan as text, and what a proof of it said, if one was made."""
+
+    draft: PlanDraft
+    text: str
+    proof: Proof | None = None
+    unproved: str = ""
+    """Why no proof could be made, where one was asked for."""
+
+    @property
+    def summary(self) -> str:
+        """In a line: what was drafted, and what is left to do."""
+        rules, undecided = len(self.draft.rules), len(self.draft.undecided)
+        text = f"{rules} rules" + (f", {undecided} of them `todo`" if undecided else "")
+        if self.proof is not None:
+            return f"{text}; {self.proof.verdict}"
+        return f"{text}; {self.unproved}" if self.unproved else text
+
+    @property
+    def exit_code(self) -> int:
+        """As of `dtplan prove`; 0 where no proof was asked for."""
+        if self.proof is not None:
+            return self.proof.exit_code
+        return NOT_RUN if self.unproved else 0
+
+
+def new_plan(model: str, *, schema: str = "plan.schema.json") -> New:
+    """Draft a plan for the model of a config.
+
+    Args:
+        model: a model folder, a config.json, or a name that transformers knows; its weights are not read.
+        schema: where an editor finds the plan's JSON Schema, for the first line.
+
+    Raises:
+        ModelError: there is no such model.
+        CannotProveError: no small model of its class can be run.
+    """
+    real = meta_model(model)
+    draft = with_opinion(draft_plan(real), tp_plan_of(real))
+    draft = dataclasses.replace(draft, comments=(*_head(real, draft), *draft.comments))
+    draft = _bound(draft, real)
+    return New(draft, plan_text(draft, schema=schema))
+
+
+def proved(
+    new: New,
+    model: str,
+    *,
+    tp: Sequence[int],
+    file: Path | None = None,
+    schema: str = "plan.schema.json",
+    on_leg: OnLeg = lambda _result, _legs: None,
+) -> New:
+    """``new`` with what a proof of it says on top; it is written to ``file`` before, if there is one.
+
+    Raises:
+        CannotProveError, BindError: as of ``prove``.
+    """
+    if new.draft.undecided:
+        why = f"not proved: {len(new.draft.undecided)} rules are `todo`"
+        return _commented(new, (why,), schema, unproved=why)
+    try:
+        proof = prove(file or parse_plan(new.text, f"{new.draft.name}.yaml"), model, tp=tp, on_leg=on_leg)
+    except (BindError, CannotProveError) as error:
+        why = f"not proved: {_first_line(error)}"
+        return _commented(new, (why,), schema, unproved=why)
+    return _commented(dataclasses.replace(new, proof=proof), _verdict(proof), schema)
+
+
+def _head(real: nn.Module, draft: PlanDraft) -> tuple[str, ...]:
+    lines = [f"Drafted by `dtplan new` for {type(real).__name__} from the data flow of a small model of its class."]
+    if draft.undecided:
+        lines.append(
+            f"{len(draft.undecided)} rules are `todo`: what was seen and what can be chosen stands above each."
+        )
+    return tuple(lines)
+
+
+def _bound(draft: PlanDraft, real: nn.Module) -> PlanDraft:
+    """What binding to the real model says of the draft, as comments on top."""
+    if draft.undecided:
+        return draft
+    try:
+        bind(real, parse_plan(plan_text(draft), f"{draft.name}.yaml"), tp=1)
+    except (BindError, PlanError) as error:
+        told = tuple(f"to be mended: {found.code} {found.message}" for found in error.diagnostics)
+        return dataclasses.replace(draft, comments=(*draft.comments, *told))
+    return draft
+
+
+def _verdict(proof: Proof) -> tuple[str, ...]:
+    degrees = ", ".join(str(d) for d in sorted({leg.leg.tp for leg in proof.legs}))
+    versions = ", ".join(f"{name} {version}" for name, version in proof.versions.items() if name != "python")
+    count = sum(leg.verdict == "proved" for leg in proof.legs)
+    head = f"{proof.verdict}: {count} of {len(proof.legs)} legs at tp {degrees}, on a small model; {versions}"
+    seen: dict[str, list[str]] = {}
+    for leg in proof.legs:
+        if leg.verdict == "not run":
+            seen.setdefault(leg.reason, []).append(str(leg.leg))
+        for finding in leg.findings:
+            says = finding.says if finding.what == "plan" else finding.kind
+            told = f"{finding.name}: {says}" + (f" -> {finding.advice}" if finding.advice else "")
+            seen.setdefault(told, []).append(str(leg.leg))
+    told = [f"- {text} ({legs[0]}{f' and {len(legs) - 1} more' if len(legs) > 1 else ''})" for text, legs in seen.items()]
+    return (head, *told[:_MOST_FINDINGS])
+
+
+def _commented(new: New, lines: tuple[str, ...], schema: str, unproved: str = "") -> New:
+    draft = dataclasses.replace(new.draft, comments=(*new.draft.comments, *lines))
+    return dataclasses.replace(new, draft=draft, text=plan_text(draft, schema=schema), unproved=unproved)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
