@@ -7,8 +7,9 @@ A case is a model of shapes.json with a number of layers, and words: `llama2-7b:
 `shard=N` (default: what is left of the ranks), `sp` (sequence parallelism), `ckpt` (activation checkpointing), `adamw`
 (fused; without it gradients are dropped), `mixed` (float32 parameters, bf16 computation), `whole` (the logits are not
 cut), `te`, `fp8=RECIPE`, `seq=N`, `rows=N` (sequences of one data-parallel rank). On a CPU (`--device cpu`, gloo)
-storages are followed operator by operator in place of the CUDA allocator's statistics. `--rates` measures what the estimate of time
-takes from a table: rates of matrix products, attention, memory and links.
+storages are followed operator by operator in place of the CUDA allocator's statistics. `--rates` measures what the
+estimate of time takes from a table: rates of matrix products, attention, memory and links. Times are estimated for an
+H200 (`dtplan.sizing.gpus`).
 """
 
 from __future__ import annotations

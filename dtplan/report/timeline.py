@@ -1,6 +1,6 @@
 """A step as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing: an estimate, not a measurement.
 
-Lanes of each rank: kernels, collectives on tp, FSDP2's collectives. Units are slices, the modules in them slices within.
+Lanes of each rank: kernels, collectives on tp, FSDP2's collectives. Units are slices, modules slices within.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def _events(one: Slice, links: Links) -> Iterator[dict[str, Any]]:
         return
     ran, now = one.segment.name, one.start
     name = one.name.rpartition(" ")[0]
-    for (module, kind), group in itertools.groupby(one.segment.ops, key=lambda op: (op.module, op.kind == "collective")):
+    for (module, kind), group in itertools.groupby(
+        one.segment.ops, key=lambda op: (op.module, op.kind == "collective")
+    ):
         ops = list(group)
         seconds = sum(op_seconds(op, links) for op in ops)
         told = _place(module, ran, name)

@@ -64,7 +64,7 @@ class Links:
         return self._inner(axis) * self.degrees[axis] <= self.per_host
 
     def rate(self, axis: str) -> float:
-        """Bytes/s that a rank sends in a ring. Over hosts, each of the axis's ranks of a host brings its own adapter."""
+        """Bytes/s that a rank sends in a ring. Over hosts, each of its ranks in a host brings an adapter of its own."""
         if self.within(axis):
             return self.gpu.link
         here = max(1, self.per_host // self._inner(axis))

@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from dtplan.planner.apply import guard, shard_on_tp
 from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.fsdp import checkpoint_units
+from dtplan.planner.memory import unit_of
 from dtplan.sizing.watch import Segment, Watch, local_tensors, watched_units
 from dtplan.te.choose import choose
 from dtplan.te.fuse import Fusing
@@ -66,7 +68,7 @@ class Cut:
 
 def cut_model(model: nn.Module, bound: BoundPlan) -> Cut:
     """A copy of ``model`` (on meta) with only the first unit, the last, and one of each kind between them."""
-    kinds = _kinds(bound)
+    kinds = _kinds(model, bound)
     stands_for: dict[str, str] = {}
     kept: dict[str, list[int]] = {}
     whole: dict[str, nn.ModuleList] = {}
@@ -97,13 +99,16 @@ def cut_model(model: nn.Module, bound: BoundPlan) -> Cut:
     return Cut(model=copied, stands_for=stands_for)
 
 
-def _kinds(bound: BoundPlan) -> dict[str, tuple[Any, ...]]:
-    """Unit -> the bound modules that it has; equal for units that are alike."""
+def _kinds(model: nn.Module, bound: BoundPlan) -> dict[str, tuple[Any, ...]]:
+    """Unit -> the bound modules that it has, and what the config says of this layer; equal for units that are alike."""
+    types = getattr(getattr(model, "config", None), "layer_types", None) or ()
     kinds: dict[str, list[Any]] = {name: [] for name in bound.fsdp_units}
+    for name, found in kinds.items():
+        index = name.rpartition(".")[2]
+        found.append(types[int(index)] if index.isdecimal() and len(types) == len(kinds) else "")
     for number, module in enumerate(bound.modules):
         for name in module.names:
-            unit = next((u for u in kinds if name == u or name.startswith(u + ".")), None)
-            if unit is not None:
+            if unit := unit_of(name, kinds):
                 kinds[unit].append((number, name.removeprefix(unit)))
     return {name: tuple(found) for name, found in kinds.items()}
 
@@ -183,7 +188,8 @@ def fused(model: nn.Module, bound: BoundPlan, *, fp8: bool, fsdp: bool = False) 
 
 
 def _step(watch: Watch, model: nn.Module, units: list[tuple[str, nn.Module]], ids: Tensor) -> None:
-    with watch, gpu_attention(), watched_units(watch, units):
+    with watch, gpu_attention(), watched_units(watch, units), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators")  # dropout on meta draws nothing
         watch.begin("forward", "before")
         loss = model(input_ids=ids, labels=ids).loss
         watch.begin("backward", "after")

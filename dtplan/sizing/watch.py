@@ -106,6 +106,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype is torch.bool  # a meta tensor has no values: whatever is asked for holds
+        if func is _WAIT and args[0].is_meta:
+            return args[0]  # as it does on devices; on meta it would make another tensor
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         fresh = [self._follow(t) for t in made]
@@ -236,6 +238,8 @@ def _op(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Op:
     read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     size = sum(_bytes(t) for t in (*read, *made))
     packet, name = func._overloadpacket, func._schema.name.partition("::")[2]
+    if packet is aten._grouped_mm:  # of experts: each row is in one group
+        return Op("matrix", name, 2 * args[0].numel() * made[0].shape[-1], size)
     if packet in _MATRIX:
         left = args[_MATRIX[packet]]
         kind: Kind = "fp8" if packet is aten._scaled_mm else "matrix"
