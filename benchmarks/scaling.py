@@ -3,8 +3,8 @@
     python benchmarks/scaling.py [--ranks 1,2,4,8] [--tp 2] [--model llama2-7b] [--layers 8] [--json FILE] [--plot FILE]
 
 tp is at most --tp, FSDP2's shard takes the other ranks. Weak scaling: --batch sequences a rank at any number of ranks.
-Strong: the batch of the largest number at all of them. Efficiency is tokens/s a GPU over those at the fewest ranks; each
-number of ranks takes its turn by itself, so these ratios feel changes of the machine. --plot needs matplotlib.
+Strong: the batch of the largest number at all of them. Efficiency is tokens/s a GPU over those at the fewest ranks;
+each number of ranks takes its turn by itself, so these ratios feel changes of the machine. --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if args.plot:
-        import matplotlib as _  # noqa: F401 - missing, it is missed before the runs and not after
+        import matplotlib as mpl  # noqa: F401 - missing, it is missed before the runs and not after
     counts = [int(text) for text in args.ranks.split(",")]
     found: dict[str, list[dict[str, Any]]] = {}
     for kind in args.kinds.split(","):

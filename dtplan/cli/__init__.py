@@ -9,20 +9,21 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, compare, completion, doctor, lock, new, plans, prove, report, show
+from dtplan.cli import checkpoints, compare, completion, doctor, fit, lock, new, plans, prove, report, show
 
 
 class InOrder(click.Group):
     """Commands in the order in which a plan's author meets them."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names."""
         return list(self.commands)
 
 
 @click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dtplan")
 def cli() -> None:
-    """Sharding plans for Hugging Face models: draft, check, see, prove, compare and size them; checkpoints in and out."""
+    """Sharding plans for Hugging Face models: draft, check, see, prove, compare, size; checkpoints in and out."""
 
 
 for command in (
@@ -30,6 +31,7 @@ for command in (
     new.new,
     plans.lint,
     show.show,
+    fit.fit,
     prove.prove,
     compare.diff,
     lock.lock_command,

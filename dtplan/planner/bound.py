@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dtplan.plan.spec import Layout
 from dtplan.planner.stored import Stored
-from dtplan.te.probe import Norm
+from dtplan.te.norm import Norm
 
 Op = Literal["keep", "copy", "reduce", "gather", "scatter", "gather_whole", "slice", "place"]
 SCHEMA_VERSION = 2

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, dtype_bytes
-from dtplan.planner.norms import sums_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Direction = Literal["forward", "backward"]
@@ -116,11 +115,13 @@ def ledger(
 
 def layer_of(bound: BoundPlan, module: BoundModule) -> str:
     """The pattern of the FSDP unit that a module lies in."""
-    for name in module.names[:1]:
-        for unit in bound.fsdp_units:
-            if name == unit or name.startswith(unit + "."):
-                return ".".join(_BETWEEN.split(module.pattern)[: unit.count(".") + 1])
-    return OUTSIDE
+    unit = _unit_of(bound, module.names[0]) if module.names else None
+    return OUTSIDE if unit is None else ".".join(_BETWEEN.split(module.pattern)[: unit.count(".") + 1])
+
+
+def _unit_of(bound: BoundPlan, name: str) -> str | None:
+    """The FSDP unit that a module lies in."""
+    return next((unit for unit in bound.fsdp_units if name == unit or name.startswith(unit + ".")), None)
 
 
 def _moves(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
@@ -148,20 +149,23 @@ def move_entries(bound: BoundPlan, module: BoundModule, move: BoundMove, tokens:
 
 
 def _norms(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
-    """Norms over a dim that is cut: a number a token, in float32."""
     for module in bound.modules:
-        if module.norm is not None:
-            directions: tuple[Direction, ...] = ("forward", "backward")
-            for direction in directions:
-                yield Entry(
-                    layer=layer_of(bound, module),
-                    cause=module.pattern,
-                    kind="all_reduce",
-                    axis="tp",
-                    direction=direction,
-                    count=len(module.names) * sums_of(module.norm),
-                    bytes=4 * tokens,
-                )
+        yield from norm_entries(bound, module, tokens)
+
+
+def norm_entries(bound: BoundPlan, module: BoundModule, tokens: int) -> Iterator[Entry]:
+    """The collectives of a norm over a dim that is cut: a number a token, in float32."""
+    directions: tuple[Direction, ...] = () if module.norm is None else ("forward", "backward")
+    for direction in directions:
+        yield Entry(
+            layer=layer_of(bound, module),
+            cause=module.pattern,
+            kind="all_reduce",
+            axis="tp",
+            direction=direction,
+            count=len(module.names) * (0 if module.norm is None else module.norm.means),
+            bytes=4 * tokens,
+        )
 
 
 def _features(bound: BoundPlan, move: BoundMove) -> int:
@@ -169,12 +173,15 @@ def _features(bound: BoundPlan, move: BoundMove) -> int:
 
 
 def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
-    """What ranks share and see parts of the work of: one all-reduce for all that as many share, or one a layer."""
+    """What ranks share and see parts of the work of: one all-reduce for all that as many share, or one a layer.
+
+    Parts of matrices (kv heads) are summed layer by layer in any case.
+    """
     sizes: dict[tuple[str, int], tuple[int, int]] = {}
     for module in bound.modules:
-        layer = layer_of(bound, module) if by_unit else OUTSIDE
-        inside = by_unit and layer != OUTSIDE
         for tensor in module.tensors:
+            layer = layer_of(bound, module) if by_unit or tensor.shared else OUTSIDE
+            inside = layer != OUTSIDE
             for ranks, elements in tensor.summed_elements(bound.tp).items():
                 size = elements * dtype_bytes(tensor.dtype) * (1 if inside else len(module.names))
                 before = sizes.get((layer, ranks), (0, 0))[1]
@@ -263,11 +270,11 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
         if layer == OUTSIDE:
             continue
         joined = any(module.shared is not None for module in modules)
-        rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise"}
+        rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise" and _is_cut(m)}
         regions = 1 if joined else len(rows)
         each = 2 if bound.sequence_parallel else 1
-        floor = regions * each + sum(sums_of(module.norm) for module in modules if module.norm is not None)
-        number = max(len(module.names) for module in modules)
+        floor = regions * each + sum(module.norm.means for module in modules if module.norm is not None)
+        number = len({_unit_of(bound, name) for module in modules for name in module.names})
         ours = [e for e in entries if e.layer == layer and e.axis == "tp" and not e.cause.startswith("gradients")]
         forward, backward = (sum(e.count for e in ours if e.direction == d) // number for d in ("forward", "backward"))
         yield Floor(
@@ -279,6 +286,10 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
             floor_backward=floor,
             excess=tuple(_excess(modules)) if max(forward, backward) > floor else (),
         )
+
+
+def _is_cut(module: BoundModule) -> bool:
+    return any(tensor.placement.dim is not None for tensor in module.tensors)
 
 
 def _excess(modules: Iterable[BoundModule]) -> Iterator[str]:

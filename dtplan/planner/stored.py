@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # bound plans are read without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +99,15 @@ class Stored:
 
     def own(self, whole: Tensor, rank: int) -> Tensor:
         """What ``rank`` keeps of the only source."""
+        import torch
+
         runs = self.runs(rank * self.rows, (rank + 1) * self.rows)
         return torch.cat([whole.narrow(self.dim, run.start, run.size) for run in runs], self.dim)
 
     def join(self, sources: Mapping[str, Tensor]) -> Tensor:
         """The whole stored tensor; ``split`` undoes it."""
+        import torch
+
         return torch.cat([sources[run.source].narrow(self.dim, run.start, run.size) for run in self.runs()], self.dim)
 
     def _empty(self, like: Tensor, length: int) -> Tensor:
