@@ -2,10 +2,14 @@
 
     python benchmarks/step.py [--ranks 2] [--model llama2-7b] [--layers 16] [--sequence 4096] [--batch 2] [MODE ...]
 
+On a 2-D mesh a mode names its degrees, as `dtplan te bf16 tp2 shard2+compile`; --batch is the whole batch of all modes.
+Without GPUs it is a dry run on gloo: `--model tiny --layers 2 --sequence 64 --batch 4 --ranks 4 "dtplan tp2 shard2"`.
+
 Every mode (see benchmarks/step_modes.py) runs in torchrun processes of its own, so that no mode meets another's global
 state. They are built one after another and then take turns, round by round, so that a change of the machine's speed
 hits all of them; ratios are taken within a round. Utilisation is of the matrix rate that is measured in the same run.
-Prints a table, and writes JSON with --json.
+Prints a table, and writes JSON with --json, after each round. The models of all modes are on the GPUs at the same time
+(16 layers of Llama 2 7B at tp 2: 5 GiB a mode between its turns, 17 with a CUDA graph), so about ten modes fit.
 """
 
 from __future__ import annotations
@@ -126,7 +130,7 @@ def main() -> None:
         workers = [Worker(mode, number, args, listener, args.logs) for number, mode in enumerate(modes)]
         connect(workers, listener, 180)
         for worker in workers:
-            worker.ask("build", 150)
+            worker.ask("build", 75)
             print(f"{time.monotonic() - began:5.0f} s  {worker.mode}: {worker.why or 'built'}", flush=True)
         rates = []
         for _ in range(args.rounds):
@@ -135,16 +139,18 @@ def main() -> None:
                 break
             rates.append(alive[0].ask("rate"))
             for worker in alive:
-                if (found := worker.ask(args.steps)) is not None:
+                if (found := worker.ask(args.steps, 60)) is not None:
                     worker.rounds.append(found)
+            write(workers, rates, args, {})
         lengths = [int(text) for text in args.sequences.split(",") if text]
         longer = {length: {w.mode: w.ask(("sequence", length), 120) for w in workers if w.pipe} for length in lengths}
+        write(workers, rates, args, longer)
+        report(workers, rates, args, longer)
         for worker in workers if args.profile else ():
-            print(f"--- {worker.mode}\n{worker.ask('profile')}", flush=True)
+            print(f"--- {worker.mode}\n{worker.ask('profile', 60)}", flush=True)
         for worker in workers:
             worker.ask("end", 5) if worker.pipe is not None else None
             worker.process.terminate()
-    report([w for w in workers if w.rounds], {w.mode: w.why for w in workers if not w.rounds}, rates, args, longer)
 
 
 def flops(tokens: int, args: argparse.Namespace) -> float:
@@ -182,19 +188,22 @@ def ratio(other: dict[str, Any], own: dict[str, Any]) -> tuple[float, float, flo
     return statistics.median(pairs), min(pairs), max(pairs)
 
 
-def report(
-    workers: list[Worker],
-    failed: dict[str, str],
-    rates: list[float],
-    args: argparse.Namespace,
-    longer: dict[int, dict[str, Any]],
-) -> None:
-    """The table, with ratios to dtplan's best mode, and what longer sequences gave."""
+def rows_of(workers: list[Worker], rates: list[float], args: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
+    """Figures of all modes that ran, and the matrix rate."""
     rate = statistics.median(rates) if rates else float("nan")
-    rows = [figures(worker, args, rate) for worker in workers]
+    return [figures(worker, args, rate) for worker in workers if worker.rounds], rate
+
+
+def failed(workers: list[Worker]) -> dict[str, str]:
+    """Mode -> why it did not run, or not to the end."""
+    return {worker.mode: worker.why for worker in workers if worker.why or not worker.rounds}
+
+
+def report(workers: list[Worker], rates: list[float], args: argparse.Namespace, longer: dict[int, Any]) -> None:
+    """The table, with ratios to dtplan's best mode, and what longer sequences gave."""
+    rows, rate = rows_of(workers, rates, args)
     print(f"{args.model}, {args.layers} layers, sequence {args.sequence}, batch {args.batch}, {args.ranks} ranks")
-    versions = {n: metadata.version(n) for n in ("torch", "transformers", "dtplan") if _installed(n)}
-    print(f"{versions}; matrix rate {rate / 1e12:.0f} TFLOP/s a GPU; {len(rates)} rounds")
+    print(f"{_versions()}; matrix rate {rate / 1e12:.0f} TFLOP/s a GPU; {len(rates)} rounds")
     best = min((r for r in rows if r["mode"].startswith("dtplan")), key=lambda r: r["ms"], default=None)
     for r in sorted(rows, key=lambda r: r["ms"]):
         told = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(r, best)) if best else ""
@@ -203,8 +212,8 @@ def report(
             f"util {r['utilisation']:.3f}  host {r['host_share']:.2f}  {r['peak_gib']:6.2f} GiB  "
             f"loss {r['loss']:.4f}  x {told}"
         )
-    for mode, why in failed.items():
-        print(f"{mode:<44} not run: {why}")
+    for mode, why in failed(workers).items():
+        print(f"{mode:<44} not run to the end: {why}")
     for length, by_mode in longer.items():
         for mode, found in by_mode.items():
             if found is None:
@@ -212,12 +221,21 @@ def report(
                 continue
             seconds = statistics.median(found["seconds"])
             print(f"{length:>7}  {mode:<44} {found['tokens'] / seconds:9.0f} tok/s  {found['peak_gib']:6.1f} GiB")
-    if args.json:
-        settings = {key: value for key, value in vars(args).items() if key not in ("json", "modes", "logs")}
-        found = {"matrix_tflops": rate / 1e12, "versions": versions, "environment": _environment()}
-        args.json.write_text(
-            json.dumps({**found, **settings, "rows": rows, "failed": failed, "longer": longer}, indent=2) + "\n"
-        )
+
+
+def write(workers: list[Worker], rates: list[float], args: argparse.Namespace, longer: dict[int, Any]) -> None:
+    """What is known so far, as JSON."""
+    if not args.json:
+        return
+    rows, rate = rows_of(workers, rates, args)
+    settings = {key: value for key, value in vars(args).items() if key not in ("json", "modes", "logs")}
+    found = {"matrix_tflops": rate / 1e12, "versions": _versions(), "environment": _environment()}
+    data = {**found, **settings, "rows": rows, "failed": failed(workers), "longer": longer}
+    args.json.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    return {n: metadata.version(n) for n in ("torch", "transformers", "dtplan") if _installed(n)}
 
 
 def _installed(name: str) -> bool:

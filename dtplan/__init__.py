@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from dtplan.planner.clip import clip_grad_norm_
     from dtplan.planner.compiled import compile_model
     from dtplan.planner.degrees import Degrees
+    from dtplan.planner.graphed import GraphedStep
     from dtplan.planner.loss import cross_entropy
+    from dtplan.report.diff import diff
     from dtplan.smp import State, get_state, init, is_initialized, reset, transform
     from dtplan.training.checkpoints import Resumed, TrainingCheckpoints
     from dtplan.weights.api import load, save
@@ -40,11 +42,13 @@ _HOMES = {
     "parse_plan": "dtplan.plan.read",
     "BoundPlan": "dtplan.planner.bound",
     "Degrees": "dtplan.planner.degrees",
+    "GraphedStep": "dtplan.planner.graphed",
     "applied": "dtplan.planner.apply",
     "bind": "dtplan.planner.bind",
     "clip_grad_norm_": "dtplan.planner.clip",
     "compile_model": "dtplan.planner.compiled",
     "cross_entropy": "dtplan.planner.loss",
+    "diff": "dtplan.report.diff",
     "parallelize": "dtplan.planner.apply",
     "State": "dtplan.smp",
     "get_state": "dtplan.smp",
@@ -67,6 +71,7 @@ __all__ = [
     "DegreesError",
     "Diagnostic",
     "DtplanError",
+    "GraphedStep",
     "Plan",
     "PlanError",
     "Resumed",
@@ -80,6 +85,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile_model",
     "cross_entropy",
+    "diff",
     "get_state",
     "init",
     "initialize",

@@ -59,7 +59,7 @@ def gguf_file() -> Path:
 
 def read_weights(source: Path, config: LlamaConfig) -> dict[str, Tensor]:
     """The tensors under the names that transformers uses, in float32."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
     weights = {}
     for stored in gguf.GGUFReader(source).tensors:
         *layer, kind, _weight = stored.name.removeprefix("blk.").split(".")

@@ -14,8 +14,9 @@ from jsonschema import Draft202012Validator
 
 from dtplan.plan.grammar import PLAN_KEYS
 from dtplan.plan.library import builtin_plans
+from dtplan.plan.read import parse_plan
 from dtplan.plan.rule_grammar import RULE_KEYS, STYLES
-from dtplan.plan.schema import plan_schema, schema_text
+from dtplan.plan.schema import EXAMPLES, RULE_EXAMPLES, plan_schema, schema_text
 from tests.bad_plans import LINT, RULES, STRUCTURE, all_bad_plans
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,3 +118,45 @@ def test_every_key_is_explained_where_it_is_written(validator):
     rule = schema["$defs"]["rules"]["additionalProperties"]["anyOf"][0]["anyOf"][1]
     assert all(rule["properties"][key]["description"] for key in RULE_KEYS)
     assert all(style in rule["properties"]["style"]["description"] for style in STYLES)
+
+
+def test_every_key_has_an_example_that_the_schema_and_the_reader_take(validator):
+    """Keys of a plan one by one; keys of a rule with the style, unit or path that they need beside them."""
+    assert EXAMPLES.keys() == PLAN_KEYS.keys()
+    assert RULE_EXAMPLES.keys() == RULE_KEYS.keys()
+    properties = plan_schema()["properties"]
+    for key, example in EXAMPLES.items():
+        assert properties[key]["examples"] == [example]
+        assert validator.is_valid({"dtplan": 1, key: example}), key
+    plain = {"style", "shard", "input", "parallel_residual", "once"}  # keys that say enough alone
+    needs = {"like": "vocab", "output": "vocab"} | dict.fromkeys(("unit", "sections", "localize_per"), "colwise")
+    for key, example in RULE_EXAMPLES.items():
+        rule = ({} if key in plain else {"style": needs.get(key, "replicate")}) | {key: example}
+        text = json.dumps(example)
+        units = {unit: unit for unit in ("head", "kv_head") if f'"{unit}"' in text}
+        plan = {"dtplan": 1, "units": units, "rules": {"a.b": rule}}
+        assert validator.is_valid(plan), key
+        parse_plan(yaml.safe_dump(plan, sort_keys=False))
+
+
+def test_every_key_anywhere_is_explained():
+    """Sections, moves, units, fused layers and FSDP's keys, too."""
+    assert list(_unexplained(plan_schema(), "")) == []
+
+
+def _unexplained(schema: Any, path: str):
+    if isinstance(schema, list):
+        schema = dict(enumerate(schema))
+    if isinstance(schema, dict):
+        keys = schema.get("properties", {})
+        yield from (f"{path}/{key}" for key, value in keys.items() if not value.get("description"))
+        for key, value in schema.items():
+            yield from _unexplained(value, f"{path}/{key}")
+
+
+def test_a_style_is_explained_where_it_is_offered():
+    rule = plan_schema()["$defs"]["rules"]["additionalProperties"]["anyOf"][0]["anyOf"]
+    for styles in (rule[0], rule[1]["properties"]["style"]):
+        meanings = dict(zip(styles["enum"], styles["enumDescriptions"], strict=True))
+        assert meanings["colwise"] == STYLES["colwise"]
+        assert meanings["RowwiseParallel"] == "the same as rowwise"

@@ -7,13 +7,14 @@ import sys
 
 import click
 
+from dtplan.cli.completion import PLAN
 from dtplan.cli.options import echo_lines, parse_degrees
 from dtplan.plan.read import load_plan
 
 
 @click.command()
 @click.argument("model")
-@click.option("--plan", default="auto", show_default=True, help="A built-in plan's name or a file.")
+@click.option("--plan", default="auto", show_default=True, type=PLAN, help="A built-in plan's name or a file.")
 @click.option("--tp", default="1,2,4", show_default=True, help="Tensor parallel degrees, with commas.")
 @click.option("--fsdp", is_flag=True, help="Each degree also with FSDP2 over two shards.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")

@@ -47,3 +47,18 @@ def echo_lines(lines: Iterable[str]) -> None:
     """Each on a line of its own."""
     for line in lines:
         click.echo(line)
+
+
+def as_annotation(message: str, *, file: str, title: str, line: int = 0, column: int = 0) -> str:
+    """A finding as GitHub Actions shows it beside the line: one line, with what would end it escaped.
+
+    The escapes are those of the runner's workflow commands: %, carriage return and newline; in properties : and , too.
+    """
+    place = {"file": file} | ({"line": str(line), "col": str(column)} if line else {}) | {"title": title}
+    properties = ",".join(f"{key}={_escaped(value, more=True)}" for key, value in place.items())
+    return f"::error {properties}::{_escaped(message)}"
+
+
+def _escaped(text: str, *, more: bool = False) -> str:
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if more else text

@@ -8,7 +8,8 @@ import sys
 import click
 
 from dtplan._errors import Diagnostic
-from dtplan.cli.options import echo_lines
+from dtplan.cli.completion import CODE, PLAN
+from dtplan.cli.options import as_annotation, echo_lines
 from dtplan.plan.codes import CODES
 from dtplan.plan.library import builtin_plans
 from dtplan.plan.read import check, load_plan
@@ -30,7 +31,7 @@ def list_plans(as_json: bool) -> None:  # noqa: FBT001 - click passes flags by n
 
 
 @click.command()
-@click.argument("plans", nargs=-1, required=True, metavar="PLAN...")
+@click.argument("plans", nargs=-1, required=True, metavar="PLAN...", type=PLAN)
 @click.option("--format", "style", type=click.Choice(["text", "json", "github"]), default="text", show_default=True)
 def lint(plans: tuple[str, ...], style: str) -> None:
     """Check plan files (or built-in plans by name); every finding has a place and a code."""
@@ -54,7 +55,7 @@ def schema() -> None:
 
 
 @click.command()
-@click.argument("code")
+@click.argument("code", type=CODE)
 def explain(code: str) -> None:
     """What a diagnostic code means."""
     if code.upper() not in CODES:
@@ -69,5 +70,4 @@ def _as_json(finding: Diagnostic) -> dict[str, object]:
 
 def _as_github(finding: Diagnostic) -> str:
     text = f"{finding.message} ({finding.hint})" if finding.hint else finding.message
-    place = f"file={finding.file},line={finding.line},col={finding.column}" if finding.line else f"file={finding.file}"
-    return f"::error {place},title={finding.code}::{text}"
+    return as_annotation(text, file=finding.file, line=finding.line, column=finding.column, title=finding.code)

@@ -8,13 +8,16 @@ from typing import Literal
 
 import click
 
+from dtplan.cli.completion import MODEL, PLAN
 from dtplan.cli.options import parse_batch, parse_degrees, parse_sizes
 from dtplan.plan.read import load_plan
 
 
 @click.command()
-@click.argument("plan", default="auto")
-@click.option("--model", required=True, help="A model folder, a config.json, or a name that transformers knows.")
+@click.argument("plan", default="auto", type=PLAN)
+@click.option(
+    "--model", required=True, type=MODEL, help="A model folder, a config.json, or a name that transformers knows."
+)
 @click.option("--tp", default="2", show_default=True, help="Tensor parallel degrees, with commas.")
 @click.option(
     "--sequence-parallel",

@@ -40,6 +40,8 @@ class Applied:
     """What was done to a model: the bound plan, the mesh on which it lies, and whether it is kept on the host."""
 
     bound: BoundPlan
+    planned: BoundPlan
+    """As the plan alone says it, before layers were fused."""
     mesh: DeviceMesh
     cpu_offload: bool = False
     stored: Mapping[str, Stored] = field(default_factory=dict)
@@ -99,7 +101,7 @@ def parallelize(
         cpu_offload=cpu_offload,
     )
 
-    def prepare() -> tuple[Fusing, DeviceMesh | None]:
+    def prepare() -> tuple[BoundPlan, Fusing, DeviceMesh | None]:
         _refuse_second_call(model)
         sizes = _axis_sizes(mesh)
         found = bind(model, plan, **sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
@@ -119,18 +121,17 @@ def parallelize(
                 f"activation_checkpointing={activation_checkpointing!r} recomputes units; {bound.plan} has {units}"
             )
         needed = options.mixed_precision is not None or cpu_offload or bound.fsdp["param_dtype"] is not None
-        return fusing, data_mesh(mesh, needed=needed)
+        return found, fusing, data_mesh(mesh, needed=needed)
 
     every = int(activation_checkpointing)
-    fusing, data = together(prepare)
+    planned, fusing, data = together(prepare)
     bound = fusing.bound
     check_same_model(model, bound.json_text())
     check_same_weights(model, mesh)
     stored: Mapping[str, Stored] = {}
     if "tp" in (mesh.mesh_dim_names or ()):
-        tp = _shard(model, fusing, mesh["tp"])
-        units = bound.fsdp_units if data is not None or every else ()
-        _add_scopes(model, bound, units, tp)
+        tp = shard_on_tp(model, fusing, mesh["tp"], by_unit=data is not None or every > 0)
+        model.forward = _checking_first_batch(model.forward, tp)
         add_streams(model, bound, tp)
         fusing.seal(model)
         stored = tp.stored
@@ -139,8 +140,9 @@ def parallelize(
     if data is not None:
         shard_with_fsdp(model, bound, data, options)
     _mark_shared(model, stored, mesh)
-    _guard(model, bound)
-    setattr(model, _ATTRIBUTE, Applied(bound=bound, mesh=mesh, cpu_offload=cpu_offload, stored=stored))
+    guard(model, bound)
+    done = Applied(bound=bound, planned=planned, mesh=mesh, cpu_offload=cpu_offload, stored=stored)
+    setattr(model, _ATTRIBUTE, done)
     return model
 
 
@@ -187,7 +189,11 @@ def _computes_in(model: nn.Module, bound: BoundPlan, options: FsdpOptions) -> to
     return asked or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _shard(model: nn.Module, fusing: Fusing, mesh: DeviceMesh) -> Tp:
+def shard_on_tp(model: nn.Module, fusing: Fusing, mesh: DeviceMesh, *, by_unit: bool) -> Tp:
+    """Put the fused layers in, cut parameters and put the moves around modules; nothing is sent between ranks.
+
+    ``by_unit``: gradients of whole parameters are summed once a unit (FSDP2 frees them after it) and not once a model.
+    """
     bound = fusing.bound
     tp = Tp(mesh=mesh, group=Group.of(mesh.get_group()))
     tp.groups = _groups(bound, tp)
@@ -199,6 +205,8 @@ def _shard(model: nn.Module, fusing: Fusing, mesh: DeviceMesh) -> Tp:
     parallelize_module(model, mesh, dict(styles))
     if root is not None:
         parallelize_module(model, mesh, root)
+    _add_scopes(model, bound, bound.fsdp_units if by_unit else (), tp)
+    tp.made.clear()  # the wrapped forwards keep tp, and FSDP2 replaces the parameters: these would stay beside them
     return tp
 
 
@@ -221,19 +229,22 @@ def _entries(bound: BoundPlan) -> Iterator[tuple[BoundModule, str]]:
 
 
 def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: Tp) -> None:
-    """Sum the gradients of whole parameters once a unit (FSDP2 frees them after it), or once for the model."""
+    """Sum the gradients of whole parameters once a unit (FSDP2 frees them after it), or once for the model.
+
+    Those of parts of matrices once a unit of the plan in any case: they are large.
+    """
     scopes: dict[str, Scope] = {}
     for module, name in _entries(bound):
         owner = model.get_submodule(name)
         for tensor in module.tensors:
             for shared, spans in tensor.summed(tp.group.size).items():
-                unit = next((unit for unit in units if name == unit or name.startswith(unit + ".")), "")
+                among = bound.fsdp_units if spans else units
+                unit = next((unit for unit in among if name == unit or name.startswith(unit + ".")), "")
                 owners = scopes.setdefault(unit, Scope()).owners.setdefault(shared, [])
                 owners.append((owner, tensor.name, tp.views[name], spans))
     for unit, scope in scopes.items():
         target = model.get_submodule(unit)
         target.forward = _in_scope(target.forward, scope, tp)
-    model.forward = _checking_first_batch(model.forward, tp)
 
 
 def _in_scope(forward: Callable[..., Any], scope: Scope, tp: Tp) -> Callable[..., Any]:
@@ -265,7 +276,7 @@ def _mark_shared(model: nn.Module, stored: Mapping[str, Stored], mesh: DeviceMes
     number = mesh.get_local_rank("shard") if shards > 1 else 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         one = stored.get(name)
-        if one is None or all(copies == 1 for _, _, copies in one.spans()):
+        if one is None or not one.shared:
             continue
         step = -(-one.rows // shards) if one.dim == 0 else one.rows
         first = step * number if one.dim == 0 else 0
@@ -273,7 +284,7 @@ def _mark_shared(model: nn.Module, stored: Mapping[str, Stored], mesh: DeviceMes
         mark_shared(parameter, [(one.dim, a - first, b - a, copies) for a, b, copies in inside if a < b])
 
 
-def _guard(model: nn.Module, bound: BoundPlan) -> None:
+def guard(model: nn.Module, bound: BoundPlan) -> None:
     """The model's own loss reads logits that are cut; what cannot work on a sharded model says so."""
     if bound.loss_parallel and hasattr(type(model), "loss_function"):
         model.loss_function = causal_lm_loss  # type: ignore[assignment]

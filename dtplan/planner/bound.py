@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dtplan.plan.spec import Layout
 from dtplan.planner.stored import Stored
-from dtplan.te.probe import Norm
+from dtplan.te.norm import Norm
 
 Op = Literal["keep", "copy", "reduce", "gather", "scatter", "gather_whole", "slice", "place"]
 SCHEMA_VERSION = 2
@@ -82,6 +82,14 @@ class BoundTensor:
             if copies > 1:
                 spans[copies] = (*spans.get(copies, ()), (self.placement.dim, start, size))
         return spans
+
+    def summed_elements(self, tp: int) -> dict[int, int]:
+        """Of how many elements of a rank's part the gradient is summed, by the number of ranks."""
+        own = math.prod(self.local_shape)
+        return {
+            ranks: sum(size * own // self.local_shape[dim] for dim, _, size in spans) if spans else own
+            for ranks, spans in self.summed(tp).items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +190,17 @@ class BoundPlan:
                     whole += size * math.prod(tensor.shape)
                     local += size * math.prod(self.shard_shape(tensor))
         return whole, local
+
+    def sharded_share(self) -> float:
+        """The share of parameter bytes that tp cuts; ties count once."""
+        whole = cut = 0
+        for module in self.modules:
+            for tensor in module.tensors:
+                if not tensor.buffer and tensor.tied_to is None:
+                    number = len(module.names) * math.prod(tensor.shape) * dtype_bytes(tensor.dtype)
+                    whole += number
+                    cut += number if tensor.placement.word == "S" else 0
+        return cut / whole if whole else 0.0
 
     def shard_shape(self, tensor: BoundTensor) -> tuple[int, ...]:
         """The shape that rank 0 keeps after FSDP2 cut dim 0 over the ``shard`` axis."""

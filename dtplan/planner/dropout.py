@@ -76,7 +76,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def add_streams(model: nn.Module, bound: BoundPlan, tp: Tp) -> None:
     """Let the generator follow the layouts of values, module by module; units and the model end where they began."""
-    if tp.group.size == 1 or not _drops(model):
+    if tp.group.size == 1 or not drops(model):
         return
     streams = Streams(tp.group.rank)
     units = {*bound.fsdp_units, ""}
@@ -84,7 +84,7 @@ def add_streams(model: nn.Module, bound: BoundPlan, tp: Tp) -> None:
         after = _after(entry)
         for name in entry.names:
             before = None if name in units else _before(entry)  # where recomputation begins
-            if bound.sequence_parallel or _drops(_stretch(model, bound, name)):
+            if bound.sequence_parallel or drops(_stretch(model, bound, name)):
                 module = model.get_submodule(name)
                 module.forward = _followed(module, streams, before=before, after=after)
     for module in model.modules():
@@ -122,7 +122,7 @@ def _stretch(model: nn.Module, bound: BoundPlan, name: str) -> nn.Module:
     return model.get_submodule(name)
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
     """Whether dropout may act in a module: a Dropout inside, or a number whose name says so."""
     return any(p > 0 for inner in module.modules() for p in _probabilities(inner))
 

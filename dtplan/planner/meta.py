@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +27,90 @@ def meta_model(model: str) -> nn.Module:
     Raises:
         ModelError: transformers is missing, there is no such config, or no causal model for it.
     """
+    transformers = _transformers()
+    file = _file(model)
+    if file:
+        return _built(_config(_read(file), str(file), transformers), model, transformers)
+    return _built(_named(model, transformers), model, transformers)
+
+
+def model_of_config(config: Mapping[str, Any], where: str) -> nn.Module:
+    """As ``meta_model``, from a config's data; ``where`` names its origin in errors."""
+    transformers = _transformers()
+    return _built(_config(config, where, transformers), where, transformers)
+
+
+def config_data(model: str) -> dict[str, Any]:
+    """The config that ``meta_model`` builds from, as JSON data: a file's own, or what a named one changes.
+
+    Left out is what says nothing of the model: where it came from, and by which version it was written.
+
+    Raises:
+        ModelError: as ``meta_model``.
+    """
+    file = _file(model)
+    data = _read(file) if file else json.loads(_named(model, _transformers()).to_json_string(use_diff=True))
+    return {key: value for key, value in data.items() if key not in ("_name_or_path", "transformers_version")}
+
+
+def _transformers() -> Any:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import transformers
     except ImportError:
         raise ModelError("transformers is needed to build a model: pip install 'dtplan[hf]'") from None
-    config = _config(model, transformers)
+    return transformers
+
+
+def _built(config: Any, model: str, transformers: Any) -> nn.Module:
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     with torch.device("meta"):
         try:
             if names:
                 built: nn.Module = getattr(transformers, names[0])(config)
             else:
-                built = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+                built = transformers.AutoModelForCausalLM.from_config(config)
         except ValueError as error:
             raise ModelError(
                 f"{model}: no causal language model for a {type(config).__name__}: {_line(error)}"
             ) from None
+        except (AttributeError, TypeError, KeyError) as error:
+            kind = type(config).__name__
+            raise ModelError(f"{model}: {names[0] if names else kind} refuses the config: {_line(error)}") from None
     return built
 
 
-def _config(model: str, transformers: Any) -> Any:
+def _file(model: str) -> Path | None:
+    """The config's file; None where ``model`` is a name."""
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise ModelError(f"{model}: the folder has no config.json")
     if not file.is_file() and (file.suffix == ".json" or (os.sep in model and model.count(os.sep) > 1)):
         raise ModelError(f"{model}: no such file")
+    return file if file.is_file() else None
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
-        if file.is_file():
-            given = json.loads(file.read_text(encoding="utf-8"))
-            if not isinstance(given, dict) or "model_type" not in given:
-                raise ModelError(f"{file}: not a model's config: it has no `model_type`")
-            return transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file}: transformers cannot read the config: {_line(error)}") from None
+    if not isinstance(given, dict) or "model_type" not in given:
+        raise ModelError(f"{file}: not a model's config: it has no `model_type`")
+    return given
+
+
+def _config(given: Mapping[str, Any], where: str, transformers: Any) -> Any:
+    try:
+        fields = dict(given)
+        return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{where}: transformers cannot read the config: {_line(error)}") from None
+
+
+def _named(model: str, transformers: Any) -> Any:
+    try:
         return transformers.AutoConfig.from_pretrained(model)
     except OSError as error:
         message = f"{model}: neither a folder, nor a config file, nor a name that is cached here: {_line(error)}"

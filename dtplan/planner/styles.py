@@ -8,6 +8,8 @@ ranks is only what the bound moves say. Nothing is dispatched through DTensor in
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -120,7 +122,9 @@ class Sharded(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for tensor in self.bound.tensors:
             self._distribute(module, tensor)
-        divide(module, dict.fromkeys(self.bound.localize, self.tp.group.size) | dict(self.bound.per_unit))
+        divide(module, self.bound.localize, self.tp.group.size)
+        for name, shared in self.bound.per_unit:
+            divide(module, (name,), shared)
         wrap(module, self.bound, self.name, self.tp)
         return module
 
@@ -264,14 +268,11 @@ def with_outputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = inner(*args, **kwargs)
         for move in moves:
-            if move.value is None:
-                out = moved(out, move, tp, bound.pattern)
+            if isinstance(out, tuple):
+                i = move.value or 0
+                out = (*out[:i], moved(out[i], move, tp, bound.pattern), *out[i + 1 :])
             else:
-                out = (
-                    *out[: move.value],
-                    moved(out[move.value], move, tp, bound.pattern),
-                    *out[move.value + 1 :],
-                )
+                out = moved(out, move, tp, bound.pattern)
         return out
 
     return forward
@@ -385,5 +386,5 @@ def moved_if_there(x: Tensor | None, move: BoundMove, tp: Tp, where: str) -> Ten
 def as_global(x: Tensor, dim: int, move: BoundMove, tp: Tp) -> Tensor:
     """A DTensor around a cut value, with the global shape that code outside expects to see."""
     shape = torch.Size((*x.shape[:dim], move.length or x.shape[dim] * tp.group.size, *x.shape[dim + 1 :]))
-    stride = torch.empty(shape, device="meta").stride()
+    stride = tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]
     return DTensor.from_local(x, tp.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)

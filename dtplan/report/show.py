@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor
 from dtplan.planner.ledger import Entry, Ledger
+from dtplan.report.words import size
 
 _WIDE = 240
 
@@ -23,7 +23,7 @@ def as_json(bound: BoundPlan, book: Ledger) -> dict[str, Any]:
     whole, kept = bound.parameter_bytes()
     return {
         **bound.to_json(),
-        "parameter_bytes": {"model": whole, "rank": kept, "sharded_share": _sharded_share(bound)},
+        "parameter_bytes": {"model": whole, "rank": kept, "sharded_share": bound.sharded_share()},
         "ledger": dataclasses.asdict(book),
     }
 
@@ -83,7 +83,7 @@ def _shared(module: BoundModule) -> tuple[BoundMove, ...]:
 def _tensor(tensor: BoundTensor) -> str:
     shape = f"{_dims(tensor.shape)} {tensor.placement}"
     parts = [f"{tensor.name} {shape} -> {_dims(tensor.local_shape)}"]
-    parts += [f"a part on {max(tensor.copies)} ranks each"] * tensor.shared
+    parts += [f"in part on {max(tensor.copies)} ranks each"] if tensor.shared else []
     parts += ["grad summed"] * (tensor.grad == "sum") + ["added once"] * tensor.once
     parts += ["buffer"] * tensor.buffer + ["frozen"] * (not tensor.trainable and not tensor.buffer)
     parts += [f"tied to {tensor.tied_to}"] if tensor.tied_to else []
@@ -102,16 +102,9 @@ def _move(move: BoundMove) -> str:
 def _memory(bound: BoundPlan) -> str:
     whole, kept = bound.parameter_bytes()
     return (
-        f"parameters: {_size(whole)} in all, {_size(kept)} on rank 0 ({_sharded_share(bound):.1%} of the bytes are "
+        f"parameters: {size(whole)} in all, {size(kept)} on rank 0 ({bound.sharded_share():.1%} of the bytes are "
         "cut on tp); gradients as much, AdamW twice as much in the parameters' dtype"
     )
-
-
-def _sharded_share(bound: BoundPlan) -> float:
-    """The share of parameter bytes that tp cuts; ties count once."""
-    tensors = [(t, len(m.names)) for m in bound.modules for t in m.tensors if not t.buffer and t.tied_to is None]
-    total = sum(n * math.prod(t.shape) for t, n in tensors)
-    return sum(n * math.prod(t.shape) for t, n in tensors if t.placement.word == "S") / total if total else 0.0
 
 
 def _ledger(bound: BoundPlan, book: Ledger) -> Table:
@@ -131,13 +124,13 @@ def _ledger(bound: BoundPlan, book: Ledger) -> Table:
         table.add_row(*_entry(bound, entry))
     sent = sum(e.wire_bytes(bound.degrees[e.axis]) for e in book.entries)
     calls = sum(e.count for e in book.entries)
-    table.add_row("all", "", "", "", "", str(calls), "", _size(sent), style="bold")
+    table.add_row("all", "", "", "", "", str(calls), "", size(sent), style="bold")
     return table
 
 
 def _entry(bound: BoundPlan, entry: Entry) -> tuple[str, ...]:
     cause = entry.cause.removeprefix(entry.layer).lstrip(".") or entry.cause
-    sent = _size(entry.wire_bytes(bound.degrees[entry.axis]))
+    sent = size(entry.wire_bytes(bound.degrees[entry.axis]))
     return (
         entry.layer,
         cause,
@@ -145,7 +138,7 @@ def _entry(bound: BoundPlan, entry: Entry) -> tuple[str, ...]:
         entry.direction,
         entry.kind,
         str(entry.count),
-        _size(entry.bytes),
+        size(entry.bytes),
         sent,
     )
 
@@ -164,13 +157,3 @@ def _notes(bound: BoundPlan, book: Ledger) -> Iterable[str]:
         yield f"FSDP units: {len(bound.fsdp_units)}, {bound.fsdp_units[0]} to {bound.fsdp_units[-1]}, then the root"
     if bound.te:
         yield f"{len(bound.te)} kinds of TransformerEngine layers are declared: --te tells which are taken"
-
-
-def _size(number: int) -> str:
-    """Bytes with a binary prefix."""
-    value = float(number)
-    for prefix in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {prefix}" if prefix == "B" else f"{value:.2f} {prefix}"
-        value /= 1024
-    return f"{value:.2f} TiB"

@@ -1,7 +1,8 @@
 """TransformerEngine layers under tp on GPUs, against the unfused model in float32. Run on two GPUs:
 
-    torchrun --nproc-per-node 2 tests/gpu/te_job.py
+    torchrun --nproc-per-node 2 tests/gpu/te_job.py [WORD]
 
+with WORD, only the cases whose options have it, as `overlap`.
 Prints a line a case and fails if a bound is missed: 1.5e-2 in bf16, 2e-1 in FP8, or 1.5 times what rounding alone does
 in the unfused bf16 model on one GPU, which is printed first.
 """
@@ -70,6 +71,18 @@ def grads(model: nn.Module, batch: dict[str, Tensor], steps: int = 1) -> dict[st
     return {name: grad.float() for name, grad in wholes(model, found).items()}
 
 
+def graphed(model: nn.Module, batch: dict[str, Any], truth: dict[str, Tensor]) -> tuple[float, str]:
+    """The worst error of gradients of a recorded step, played with another batch first, and added to themselves."""
+    step = dtplan.GraphedStep(model)
+    step(**{name: ids.roll(1, 1) for name, ids in batch.items()})
+    found = []
+    for accumulate in (False, True):
+        step(accumulate=accumulate, **batch)
+        grads = wholes(model, {n: p.grad / (1 + accumulate) for n, p in model.named_parameters() if p.grad is not None})
+        found.append(worst({name: grad.float() for name, grad in grads.items()}, truth))
+    return max(found)
+
+
 def worst(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, str]:
     assert found.keys() == truth.keys(), found.keys() ^ truth.keys()
     return max(((found[n] - truth[n]).norm().item() / truth[n].norm().item(), n) for n in truth)
@@ -87,6 +100,13 @@ def cases() -> Iterator[tuple[str, dict[str, Any], dict[str, int]]]:
     yield "llama", {"fp8": "delayed", "activation_checkpointing": True}, {"tp": world}
     yield "llama", {"fp8": "current", "activation_checkpointing": True}, {"tp": world}
     yield "llama", {"mixed_precision": "bf16"}, {"shard": world, "tp": 1}
+    if world >= 4:
+        for axes in ({"shard": 2, "tp": world // 2}, {"replicate": 2, "shard": world // 4, "tp": 2}):
+            yield "llama", {"mixed_precision": "bf16", "sequence_parallel": True}, axes
+            yield "llama", {"mixed_precision": "bf16", "fp8": "delayed"}, axes
+    if world > 1:
+        for name in ("llama", "neox, sequential"):
+            yield name, {"sequence_parallel": True, "loss_parallel": True, "overlap_tokens": 512}, {"tp": world}
 
 
 def main() -> None:
@@ -101,7 +121,10 @@ def main() -> None:
         error, where = worst(grads(copy.deepcopy(model).bfloat16(), batch), truths[name])
         rounding[name] = error
         tell(f"{name:<18} unfused, bf16, one GPU: {error:.1e} ({where})")
+    only = sys.argv[1] if len(sys.argv) > 1 else ""
     for name, options, axes in cases():
+        if only not in str(options):
+            continue
         mesh = init_device_mesh("cuda", tuple(axes.values()), mesh_dim_names=tuple(axes))
         model = copy.deepcopy(references[name])
         model = model if "mixed_precision" in options else model.bfloat16()
@@ -113,6 +136,10 @@ def main() -> None:
         verdict = "ok" if error <= bound else "FAILED"
         failed += error > bound
         tell(f"{name:<18} {axes} {options}: {error:.1e} ({where}) {verdict}")
+        if name == "llama" and not options.keys() & {"activation_checkpointing", "mixed_precision", "overlap_tokens"}:
+            error, where = graphed(sharded, batch, truths[name])
+            failed += error > bound
+            tell(f"{'':<18} as a CUDA graph: {error:.1e} ({where}) {'ok' if error <= bound else 'FAILED'}")
     tell(f"te job: {'FAILED' if failed else 'passed'}")
     dist.barrier()
     dist.destroy_process_group()
