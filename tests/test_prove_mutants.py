@@ -59,6 +59,7 @@ PREPARED = "the module around gives it its input whole, and sums its gradient: t
 UNGROUPED = "each linear prepares its own input: more collectives, the same numbers"
 UNREAD = "nothing outside reads the norm's shape: the head's own input is declared"
 NOT_HERE = "the config has no such module: the rule is for others of the family"
+ALIKE = "the parts are of one size in this config"
 IS_SO = "the sum is left to the block in the plan itself"
 _QKV = {f"model.layers.*.self_attn.{x}_proj: input kept": PREPARED for x in "qkv"}
 _MLP = {
@@ -136,6 +137,15 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "mixtral": _QKV,
     "olmo2": {**_QKV, **_MLP},
+    "qwen3_next": {
+        **_QKV,
+        "model.layers.*.linear_attn: input kept": UNGROUPED,
+        "model.layers.*.linear_attn.in_proj_qkvz: input kept": PREPARED,
+        "model.layers.*.linear_attn.in_proj_ba: input kept": PREPARED,
+        "model.layers.*.linear_attn.conv1d.weight: parts in another order": ALIKE,
+        "model.layers.*.mlp.shared_expert.gate_proj: input kept": PREPARED,
+        "model.layers.*.mlp.shared_expert.up_proj: input kept": PREPARED,
+    },
     "starcoder2": {
         **_QKV,
         "model.layers.*.mlp: dropped": UNGROUPED,
