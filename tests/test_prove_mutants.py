@@ -102,6 +102,16 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "transformer.h.*.mlp: input kept": UNGROUPED,
         "transformer.h.*.mlp.c_fc: input kept": PREPARED,
     },
+    "deepseek_v3": {
+        **{
+            f"model.layers.*.self_attn.q_proj: {what}": NOT_HERE
+            for what in ("dropped", "rowwise", "input kept", "whole", "whole, gradient summed")
+        },
+        **{f"model.layers.*.mlp.{x}_proj: input kept": PREPARED for x in ("gate", "up")},
+        **{f"model.layers.*.mlp.shared_experts.{x}_proj: input kept": PREPARED for x in ("gate", "up")},
+        "model.layers.*.mlp.down_proj: sum left undone": IS_SO,
+        "model.layers.*.mlp.shared_experts.down_proj: sum left undone": IS_SO,
+    },
     "falcon": {
         "transformer.h.*.self_attention: input kept": UNGROUPED,
         "transformer.h.*.self_attention.query_key_value: input kept": PREPARED,
@@ -240,13 +250,13 @@ def score(name: str, judgements: Iterator[tuple[str, str]], *, one_of: int = 1) 
         found[verdict].append(label)
     explained = [label for label in EQUIVALENT.get(name, {}) if is_chosen(label, one_of)]
     caught = len(found["refused"]) + len(found["refuted"])
-    total = sum(map(len, found.values())) - len(explained)
+    total = sum(map(len, found.values())) - len(found["proved"])
     print(  # noqa: T201 - the score is for the reader of the log
         f"\n{name}: mutation score {caught}/{total} ({len(found['refused'])} refused by bind, "
         f"{len(found['refuted'])} refuted), {len(found['proved'])} equivalent and proved"
     )
     assert found["not run"] == []
-    assert sorted(found["proved"]) == sorted(explained)
+    assert set(found["proved"]) == set(explained)
     assert caught == total > 0
 
 
