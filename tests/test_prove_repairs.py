@@ -49,7 +49,7 @@ REPAIRS: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
         "phi3",
         (("[head, kv_head, kv_head]", "[kv_head, head, kv_head]"),),
         (
-            "`model.layers.*.self_attn.qkv_proj` (phi3.yaml:19:5): write `sections: [head, kv_head, kv_head]`; of 64 "
+            "`model.layers.*.self_attn.qkv_proj` (phi3.yaml:20:5): write `sections: [head, kv_head, kv_head]`; of 64 "
             "rows rank 0 then holds 0-15 and 32-39 and 48-55, not 0-7 and 16-31 and 48-55"
         ),
     ),
@@ -57,7 +57,7 @@ REPAIRS: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
         "gpt2",
         (("sections: [head, head, head]", "sections: [head, head]"),),
         (
-            "`transformer.h.*.attn.c_attn` (gpt2.yaml:18:5): write `sections: [head, head, head]`; of 96 rows rank 0 "
+            "`transformer.h.*.attn.c_attn` (gpt2.yaml:20:5): write `sections: [head, head, head]`; of 96 rows rank 0 "
             "then holds 0-15 and 32-47 and 64-79, not 0-23 and 48-71"
         ),
     ),
@@ -65,19 +65,19 @@ REPAIRS: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
         "mixtral",
         (("sections: [ffn, ffn]", "unit: ffn"),),
         (
-            "`model.layers.*.mlp.experts.gate_up_proj` (mixtral.yaml:27:5): write `sections: [ffn, ffn]`; of 128 rows "
+            "`model.layers.*.mlp.experts.gate_up_proj` (mixtral.yaml:28:5): write `sections: [ffn, ffn]`; of 128 rows "
             "rank 0 then holds 0-31 and 64-95, not 0-63"
         ),
     ),
     "a size of the whole in attention": (
         "gpt2",
         (("attn:                 {input: R, localize: [split_size]}", "attn: {input: R}"),),
-        "`transformer.h.*.attn` (gpt2.yaml:17:5): write `localize: [split_size]`",
+        "`transformer.h.*.attn` (gpt2.yaml:19:5): write `localize: [split_size]`",
     ),
     "a size of the whole in a cut layer": (
         "gpt2",
         (("sections: [head, head, head], localize: [nf]", "sections: [head, head, head]"),),
-        "`transformer.h.*.attn.c_attn` (gpt2.yaml:18:5): write `localize: [nf]`",
+        "`transformer.h.*.attn.c_attn` (gpt2.yaml:20:5): write `localize: [nf]`",
     ),
 }
 WHOLE_ATTENTION = """
