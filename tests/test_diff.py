@@ -30,6 +30,7 @@ from dtplan.planner.ledger import ledger
 from dtplan.report.diff import COLLECTIVES, Diff, diff
 from dtplan.report.diff_bound import _TOLD
 from dtplan.report.words import spelled, unspelled
+from dtplan.te.engine import Engine
 from tests.models import CONFIGS, build, llama, neox, on_meta
 
 FAMILIES = sorted(Path("tests/plans").glob("*.yaml"))
@@ -411,6 +412,20 @@ def test_a_plan_and_a_live_model(simulated: Callable[..., list[Any]]) -> None:
         "lm_head.weight: trainable yes -> no",
         "model.layers.{0,1}.mlp.extra.weight: parameter added: [4, 4] no DTensor, under no rule",
     ]
+
+
+def test_fused_layers_are_no_difference_but_told(simulated: Callable[..., list[Any]], standin: Engine) -> None:
+    model = build(llama())
+
+    def rank(_: int) -> Diff:
+        live = copy.deepcopy(model)
+        dtplan.parallelize(live, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "llama", te="auto")
+        return dtplan.diff("llama", live)
+
+    found = simulated(2, rank)[0]
+    assert lines(found) == []
+    layers = "LayerNormLinear, LayerNormMLP, Linear, RMSNorm"
+    assert found.notes == (f"layers of TransformerEngine stand in for modules: {layers}",)
 
 
 def test_a_parameter_that_is_placed_otherwise_is_seen(simulated: Callable[..., list[Any]]) -> None:

@@ -87,7 +87,7 @@ def diff(
         raise click.UsageError("give B, or two settings for A, as in --model CONFIG --tp 4,8")
     sides = [_read(given) for given in (before, after or before)]
     if models:
-        sides = [_bound(side, models[-at % len(models)], settings, at) for at, side in enumerate(sides)]
+        sides = _bound(sides, models, settings)
     elif given := _given(ctx, settings):
         raise click.UsageError(f"{given} is for plans that are bound: give the --model, too")
     found = compare(*_alike(sides), batch=batch, sequence=seq, dtype=dtype)
@@ -119,13 +119,17 @@ def _given(ctx: click.Context, settings: Iterable[str]) -> str | None:
     return next(("--" + name.replace("_", "-") for name in given), None)
 
 
-def _bound(side: Side, model: str, settings: dict[str, tuple[Any, Any]], at: int) -> Side:
-    if not isinstance(side, str):
-        return side
+def _bound(sides: list[Side], models: tuple[str, ...], settings: dict[str, tuple[Any, Any]]) -> list[Side]:
+    """Plans bound, each to its model at its settings; what is bound stays."""
     from dtplan.planner.bind import bind
     from dtplan.planner.meta import meta_model
 
-    return bind(meta_model(model), side, **{name: pair[at] for name, pair in settings.items()})
+    built = {model: meta_model(model) for model in models}
+    bound: list[Side] = []
+    for at, side in enumerate(sides):
+        degrees = {name: pair[at] for name, pair in settings.items()}
+        bound.append(bind(built[models[-at % len(models)]], side, **degrees) if isinstance(side, str) else side)
+    return bound
 
 
 def _alike(sides: list[Side]) -> list[str | BoundPlan]:
