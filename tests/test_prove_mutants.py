@@ -112,6 +112,21 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             for what in ("dropped", "gradient complete", "gradient summed")
         },
     },
+    "falcon 40B": {
+        "transformer.h.*.self_attention.query_key_value: input kept": PREPARED,
+        "transformer.h.*.self_attention.dense: sum left undone": IS_SO,
+        "transformer.h.*.mlp.dense_h_to_4h: input kept": PREPARED,
+        "transformer.h.*.mlp.dense_4h_to_h: sum left undone": IS_SO,
+        **{f"transformer.h.*.input_layernorm: {what}": NOT_HERE for what in ("dropped", "gradient complete")},
+    },
+    "falcon RW": {
+        "transformer.h.*.self_attention: input hidden_states kept": UNGROUPED,
+        "transformer.h.*.self_attention.query_key_value: input kept": PREPARED,
+        "transformer.h.*.mlp: dropped": UNGROUPED,
+        "transformer.h.*.mlp: input kept": UNGROUPED,
+        "transformer.h.*.mlp.dense_h_to_4h: input kept": PREPARED,
+    },
+    "gpt_bigcode": {"transformer.h.*.attn.c_attn: input kept": PREPARED},
     "gpt_oss": _QKV,
     "gptj": {
         **{f"transformer.h.*.attn.{x}_proj: input kept": PREPARED for x in "qkv"},
@@ -121,6 +136,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "mixtral": _QKV,
     "olmo2": {**_QKV, **_MLP},
+    "starcoder2": {
+        **_QKV,
+        "model.layers.*.mlp: dropped": UNGROUPED,
+        "model.layers.*.mlp: input kept": UNGROUPED,
+        "model.layers.*.mlp.c_fc: input kept": PREPARED,
+    },
     "phi3": {
         "model.layers.*.self_attn.qkv_proj: input kept": PREPARED,
         "model.layers.*.mlp: dropped": UNGROUPED,

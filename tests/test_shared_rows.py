@@ -76,7 +76,7 @@ def test_the_sums_of_shared_heads_are_in_the_ledger() -> None:
     models = [build("qwen2") for _ in range(4)]
     entries = ledger(dtplan.bind(models[0], plan, tp=4), batch=2, sequence=8).entries
     (sums,) = [entry for entry in entries if entry.cause.startswith("gradients")]
-    assert (sums.count, sums.bytes) == (1, 8 * 2 * 2 * 8 * 33)  # float64, 2 layers, k and v: 8 rows of 32 and a bias
+    assert (sums.count, sums.bytes) == (2, 8 * 2 * 8 * 33)  # two layers; float64, k and v: 8 rows of 32 and a bias
 
     def on_rank(rank: int) -> int:
         sharded = dtplan.parallelize(models[rank], mesh(tp=4), plan)

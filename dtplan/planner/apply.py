@@ -224,13 +224,17 @@ def _entries(bound: BoundPlan) -> Iterator[tuple[BoundModule, str]]:
 
 
 def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: Tp) -> None:
-    """Sum the gradients of whole parameters once a unit (FSDP2 frees them after it), or once for the model."""
+    """Sum the gradients of whole parameters once a unit (FSDP2 frees them after it), or once for the model.
+
+    Those of parts of matrices once a unit of the plan in any case: they are large.
+    """
     scopes: dict[str, Scope] = {}
     for module, name in _entries(bound):
         owner = model.get_submodule(name)
         for tensor in module.tensors:
             for shared, spans in tensor.summed(tp.group.size).items():
-                unit = next((unit for unit in units if name == unit or name.startswith(unit + ".")), "")
+                among = bound.fsdp_units if spans else units
+                unit = next((unit for unit in among if name == unit or name.startswith(unit + ".")), "")
                 owners = scopes.setdefault(unit, Scope()).owners.setdefault(shared, [])
                 owners.append((owner, tensor.name, tp.views[name], spans))
     for unit, scope in scopes.items():

@@ -280,7 +280,8 @@ class _Binder:
         if self._regions.lies_in_whole(group.pattern):
             return
         region = self._regions.around(group.pattern)
-        if region is not None or self._regions.has_cut_siblings(group.pattern):
+        on_stream = rule.style == "norm" and self._regions.reads_stream(group.pattern)
+        if region is not None or (self._regions.has_cut_siblings(group.pattern) and not on_stream):
             where = (
                 f"inside `{region}`, whose input's gradient is summed" if region is not None else "beside cut layers"
             )

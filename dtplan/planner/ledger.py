@@ -171,12 +171,15 @@ def _features(bound: BoundPlan, move: BoundMove) -> int:
 
 
 def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
-    """What ranks share and see parts of the work of: one all-reduce for all that as many share, or one a layer."""
+    """What ranks share and see parts of the work of: one all-reduce for all that as many share, or one a layer.
+
+    Parts of matrices (kv heads) are summed layer by layer in any case.
+    """
     sizes: dict[tuple[str, int], tuple[int, int]] = {}
     for module in bound.modules:
-        layer = layer_of(bound, module) if by_unit else OUTSIDE
-        inside = by_unit and layer != OUTSIDE
         for tensor in module.tensors:
+            layer = layer_of(bound, module) if by_unit or tensor.shared else OUTSIDE
+            inside = layer != OUTSIDE
             for ranks, elements in tensor.summed_elements(bound.tp).items():
                 size = elements * dtype_bytes(tensor.dtype) * (1 if inside else len(module.names))
                 before = sizes.get((layer, ranks), (0, 0))[1]
@@ -265,7 +268,7 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
         if layer == OUTSIDE:
             continue
         joined = any(module.shared is not None for module in modules)
-        rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise"}
+        rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise" and _is_cut(m)}
         regions = 1 if joined else len(rows)
         each = 2 if bound.sequence_parallel else 1
         floor = regions * each + sum(module.norm.means for module in modules if module.norm is not None)
@@ -281,6 +284,10 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
             floor_backward=floor,
             excess=tuple(_excess(modules)) if max(forward, backward) > floor else (),
         )
+
+
+def _is_cut(module: BoundModule) -> bool:
+    return any(tensor.placement.dim is not None for tensor in module.tensors)
 
 
 def _excess(modules: Iterable[BoundModule]) -> Iterator[str]:
