@@ -9,7 +9,7 @@ import click
 
 from dtplan import __version__
 from dtplan._errors import DtplanError
-from dtplan.cli import checkpoints, compare, completion, doctor, lock, new, plans, prove, report, show
+from dtplan.cli import checkpoints, compare, completion, doctor, fit, lock, new, plans, prove, report, show
 
 
 class InOrder(click.Group):
@@ -31,6 +31,7 @@ for command in (
     new.new,
     plans.lint,
     show.show,
+    fit.fit,
     prove.prove,
     compare.diff,
     lock.lock_command,

@@ -130,9 +130,8 @@ def parallelize(
     check_same_weights(model, mesh)
     stored: Mapping[str, Stored] = {}
     if "tp" in (mesh.mesh_dim_names or ()):
-        tp = _shard(model, fusing, mesh["tp"])
-        units = bound.fsdp_units if data is not None or every else ()
-        _add_scopes(model, bound, units, tp)
+        tp = shard_on_tp(model, fusing, mesh["tp"], by_unit=data is not None or every > 0)
+        model.forward = _checking_first_batch(model.forward, tp)
         add_streams(model, bound, tp)
         fusing.seal(model)
         stored = tp.stored
@@ -141,7 +140,7 @@ def parallelize(
     if data is not None:
         shard_with_fsdp(model, bound, data, options)
     _mark_shared(model, stored, mesh)
-    _guard(model, bound)
+    guard(model, bound)
     done = Applied(bound=bound, planned=planned, mesh=mesh, cpu_offload=cpu_offload, stored=stored)
     setattr(model, _ATTRIBUTE, done)
     return model
@@ -190,7 +189,11 @@ def _computes_in(model: nn.Module, bound: BoundPlan, options: FsdpOptions) -> to
     return asked or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _shard(model: nn.Module, fusing: Fusing, mesh: DeviceMesh) -> Tp:
+def shard_on_tp(model: nn.Module, fusing: Fusing, mesh: DeviceMesh, *, by_unit: bool) -> Tp:
+    """Put the fused layers in, cut parameters and put the moves around modules; nothing is sent between ranks.
+
+    ``by_unit``: gradients of whole parameters are summed once a unit (FSDP2 frees them after it) and not once a model.
+    """
     bound = fusing.bound
     tp = Tp(mesh=mesh, group=Group.of(mesh.get_group()))
     tp.groups = _groups(bound, tp)
@@ -202,6 +205,8 @@ def _shard(model: nn.Module, fusing: Fusing, mesh: DeviceMesh) -> Tp:
     parallelize_module(model, mesh, dict(styles))
     if root is not None:
         parallelize_module(model, mesh, root)
+    _add_scopes(model, bound, bound.fsdp_units if by_unit else (), tp)
+    tp.made.clear()  # the wrapped forwards keep tp, and FSDP2 replaces the parameters: these would stay beside them
     return tp
 
 
@@ -240,7 +245,6 @@ def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: 
     for unit, scope in scopes.items():
         target = model.get_submodule(unit)
         target.forward = _in_scope(target.forward, scope, tp)
-    model.forward = _checking_first_batch(model.forward, tp)
 
 
 def _in_scope(forward: Callable[..., Any], scope: Scope, tp: Tp) -> Callable[..., Any]:
@@ -280,7 +284,7 @@ def _mark_shared(model: nn.Module, stored: Mapping[str, Stored], mesh: DeviceMes
         mark_shared(parameter, [(one.dim, a - first, b - a, copies) for a, b, copies in inside if a < b])
 
 
-def _guard(model: nn.Module, bound: BoundPlan) -> None:
+def guard(model: nn.Module, bound: BoundPlan) -> None:
     """The model's own loss reads logits that are cut; what cannot work on a sharded model says so."""
     if bound.loss_parallel and hasattr(type(model), "loss_function"):
         model.loss_function = causal_lm_loss  # type: ignore[assignment]

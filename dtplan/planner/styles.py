@@ -8,6 +8,8 @@ ranks is only what the bound moves say. Nothing is dispatched through DTensor in
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -384,5 +386,5 @@ def moved_if_there(x: Tensor | None, move: BoundMove, tp: Tp, where: str) -> Ten
 def as_global(x: Tensor, dim: int, move: BoundMove, tp: Tp) -> Tensor:
     """A DTensor around a cut value, with the global shape that code outside expects to see."""
     shape = torch.Size((*x.shape[:dim], move.length or x.shape[dim] * tp.group.size, *x.shape[dim + 1 :]))
-    stride = torch.empty(shape, device="meta").stride()
+    stride = tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]
     return DTensor.from_local(x, tp.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)

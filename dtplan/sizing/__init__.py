@@ -1,0 +1,1 @@
+"""How large, how long: what a step on some degrees holds in memory, and an estimate of its time."""

@@ -1,0 +1,383 @@
+"""Which degrees fit: every legal (tp, shard, replicate) of some GPUs, with and without what saves memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dtplan._errors import BindError, DtplanError
+from dtplan.plan.spec import Plan
+from dtplan.planner.bind import bind, find_plan
+from dtplan.planner.bound import BoundPlan
+from dtplan.planner.ledger import Ledger, ledger
+from dtplan.planner.memory import Held, Optimizer, Precision
+from dtplan.sizing.gpus import Gpu
+from dtplan.sizing.peak import Peak, peak
+from dtplan.sizing.roofline import Estimate, estimate
+from dtplan.sizing.schedule import Links
+from dtplan.sizing.traced import Cut, Traced, cut_model, traced_step
+
+Layers = Literal["torch", "te", "fp8"]
+"""The model's own layers, TransformerEngine's, or those in FP8."""
+
+
+class FitError(DtplanError, ValueError):
+    """What was asked for cannot be laid out; the text says what would do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    """What saves memory or time: sequence parallelism, checkpointing (a second forward), TransformerEngine's layers."""
+
+    sequence_parallel: bool = False
+    checkpointing: bool = False
+    layers: Layers = "torch"
+
+    def __str__(self) -> str:
+        words = ["SP"] * self.sequence_parallel + ["CKPT"] * self.checkpointing
+        return "+".join(words) or "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is to be trained, and on what."""
+
+    gpus: int
+    memory: int
+    """Bytes of one GPU."""
+    gpu: Gpu
+    sequence: int
+    batch: int
+    """Sequences of a step over all GPUs."""
+    micro: int = 1
+    """Sequences that a rank computes at once; the others of its share follow, and gradients are added up."""
+    reserve: int = 6 << 30
+    """Bytes that are left to CUDA, NCCL and fragmentation."""
+    per_host: int = 8
+    optimizer: Optimizer = "adamw"
+    precision: Precision = field(default_factory=Precision)
+    loss_parallel: bool = True
+    sequence_parallel: bool | None = None
+    """None: both are tried."""
+    checkpointing: bool | None = None
+    layers: Layers = "torch"
+    tp: int | None = None
+    """None: all degrees that divide the GPUs, within a host if any of them fits."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a step may take."""
+        return self.memory - self.reserve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A layout with some switches."""
+
+    switches: Switches
+    peak: Peak
+    estimate: Estimate
+    book: Ledger
+    traced: Traced
+    bound: BoundPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A legal layout, what each rank holds between steps, and its variants, the cheapest in time first."""
+
+    tp: int
+    shard: int
+    replicate: int
+    times: int
+    """Forward and backward in a step, each of ``Ask.micro`` sequences."""
+    held: Held
+    variants: tuple[Variant, ...]
+
+    def fitting(self, usable: int) -> list[Variant]:
+        """The variants that fit."""
+        return [variant for variant in self.variants if variant.peak.total <= usable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """All rows, what was refused and why, and the choice."""
+
+    ask: Ask
+    architecture: str
+    plan: str
+    parameters: int
+    """Numbers, not bytes."""
+    rows: tuple[Row, ...]
+    refused: dict[int, str]
+    """tp degree -> why not."""
+    others: tuple[Variant, ...] = ()
+    """The chosen layout (the nearest, if none fits) with all switches, and with TransformerEngine's layers."""
+
+    @property
+    def _fits(self) -> list[tuple[Row, Variant]]:
+        return [(row, variant) for row in self.rows for variant in row.fitting(self.ask.usable)]
+
+    @property
+    def smallest(self) -> tuple[Row, Variant] | None:
+        """At the smallest tp degree that fits, the layout with the shortest estimate."""
+        return min(self._fits, key=lambda fit: (fit[0].tp, fit[1].estimate.seconds), default=None)
+
+    @property
+    def fastest(self) -> tuple[Row, Variant] | None:
+        """The shortest estimate of all that fit."""
+        return min(self._fits, key=lambda fit: fit[1].estimate.seconds, default=None)
+
+    @property
+    def nearest(self) -> tuple[Row, Variant]:
+        """What needs the least memory."""
+        return min(((r, v) for r in self.rows for v in r.variants), key=lambda fit: fit[1].peak.total)
+
+
+def fit(model: nn.Module, plan: str | Path | Plan, ask: Ask, *, on_tp: Callable[[int], None] = lambda _: None) -> Fit:
+    """Lay ``model`` (on the meta device) out on the GPUs in every legal way.
+
+    Raises:
+        FitError: no layout divides the batch, or no tp degree is legal; the text says which would do.
+        TraceError: the model's step cannot be followed.
+    """
+    model = model.to(getattr(torch, ask.precision.parameters))
+    rows: list[Row] = []
+    refused: dict[int, str] = {}
+    laid: dict[int, _Tp] = {}
+    for tp in _degrees(ask):
+        if why := _indivisible(ask, tp):
+            refused[tp] = why
+        elif tp > ask.per_host and ask.tp is None and any(row.fitting(ask.usable) for row in rows):
+            refused[tp] = f"reaches over hosts of {ask.per_host}, and smaller degrees fit"
+        else:
+            on_tp(tp)
+            laid[tp] = _Tp(model, plan, ask, tp)
+            try:
+                rows += laid[tp].rows()
+            except BindError as error:
+                refused[tp] = _first(error)
+    if not rows:
+        raise FitError(_no_layout(ask, refused))
+    found = Fit(
+        ask=ask,
+        architecture=type(model).__name__,
+        plan=find_plan(model, plan, tp=rows[0].tp).name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        rows=tuple(rows),
+        refused=refused,
+    )
+    row, _ = found.smallest or found.nearest
+    return dataclasses.replace(found, others=tuple(laid[row.tp].others(row)))
+
+
+class _Tp:
+    """All layouts of one tp degree; a rank's step is the same for all of them."""
+
+    def __init__(self, model: nn.Module, plan: str | Path | Plan, ask: Ask, tp: int) -> None:
+        self.model, self.plan, self.ask, self.tp = model, plan, ask, tp
+        self.ranks = ask.gpus // tp
+        self.times = ask.batch // self.ranks // ask.micro
+        self._cut: Cut | None = None
+        self._bound: dict[bool, BoundPlan] = {}
+        self._traced: dict[Switches, Traced] = {}
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, replicas last."""
+        for replicate in (d for d in range(1, self.ranks + 1) if self.ranks % d == 0):
+            shard = self.ranks // replicate
+            variants = [self._variant(shard, replicate, switches) for switches in self._switches()]
+            yield Row(
+                tp=self.tp,
+                shard=shard,
+                replicate=replicate,
+                times=self.times,
+                held=variants[0].peak.held,
+                variants=tuple(sorted(variants, key=lambda v: v.estimate.seconds)),
+            )
+
+    def others(self, row: Row) -> Iterator[Variant]:
+        """A layout with everything that can be switched; TransformerEngine's layers where it has any."""
+        ask = self.ask
+        kinds: tuple[Layers, ...] = ("torch", "te", "fp8") if self._may_fuse() else ("torch",)
+        for layers in kinds:
+            for checkpointing in (False, True):
+                for sequence_parallel in (False, True) if self.tp > 1 and ask.sequence % self.tp == 0 else (False,):
+                    switches = Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=layers)
+                    yield self._variant(row.shard, row.replicate, switches)
+
+    def _may_fuse(self) -> bool:
+        half = self.ask.precision.compute in ("bfloat16", "float16")
+        return half and self.ask.gpu.fp8 is not None and bool(self._at(sequence_parallel=False).te)
+
+    def _switches(self) -> Iterator[Switches]:
+        ask = self.ask
+        for checkpointing in (False, True) if ask.checkpointing is None else (ask.checkpointing,):
+            both = (False, True) if ask.sequence_parallel is None else (ask.sequence_parallel,)
+            for sequence_parallel in both if self.tp > 1 else (False,):
+                if not (sequence_parallel and ask.sequence % self.tp):
+                    yield Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=ask.layers)
+
+    def _variant(self, shard: int, replicate: int, switches: Switches) -> Variant:
+        ask = self.ask
+        degrees = {"replicate": replicate, "shard": shard, "tp": self.tp}
+        bound = dataclasses.replace(self._at(sequence_parallel=switches.sequence_parallel), degrees=degrees)
+        traced = self._step(switches)
+        book = ledger(
+            bound,
+            batch=ask.micro,
+            sequence=ask.sequence,
+            dtype=ask.precision.compute,
+            checkpointing=switches.checkpointing,
+        )
+        found = peak(traced, bound, ask.precision, ask.optimizer, times=self.times)
+        guess = estimate(
+            traced,
+            bound,
+            found.held,
+            Links(ask.gpu, degrees, ask.per_host),
+            optimizer=ask.optimizer,
+            precision=ask.precision,
+            times=self.times,
+        )
+        return Variant(
+            switches=switches,
+            peak=found,
+            estimate=guess,
+            book=book,
+            traced=traced,
+            bound=bound,
+        )
+
+    def _at(self, *, sequence_parallel: bool) -> BoundPlan:
+        """The bound plan at this degree. Fused layers hold the same bytes and make the same calls."""
+        if sequence_parallel not in self._bound:
+            self._bound[sequence_parallel] = bind(
+                self.model,
+                self.plan,
+                tp=self.tp,
+                sequence_parallel=sequence_parallel,
+                loss_parallel=self.ask.loss_parallel,
+            )
+        return self._bound[sequence_parallel]
+
+    def _step(self, switches: Switches) -> Traced:
+        """A rank's step, of any layout at this degree."""
+        ask = self.ask
+        if switches not in self._traced:
+            if self._cut is None:
+                self._cut = cut_model(self.model, self._at(sequence_parallel=False))
+            self._traced[switches] = traced_step(
+                self._cut,
+                self.plan,
+                tp=self.tp,
+                rows=ask.micro,
+                sequence=ask.sequence,
+                dtype=getattr(torch, ask.precision.compute),
+                sequence_parallel=switches.sequence_parallel,
+                loss_parallel=ask.loss_parallel,
+                checkpointing=switches.checkpointing,
+                by_unit=self.ranks > 1 or ask.precision.mixed,
+                te=switches.layers != "torch",
+                fp8=switches.layers == "fp8",
+            )
+        return self._traced[switches]
+
+
+def _degrees(ask: Ask) -> list[int]:
+    return [d for d in range(1, ask.gpus + 1) if ask.gpus % d == 0] if ask.tp is None else [ask.tp]
+
+
+def _indivisible(ask: Ask, tp: int) -> str:
+    if ask.gpus % tp:
+        return f"does not divide {ask.gpus} GPUs"
+    ranks = ask.gpus // tp
+    if ask.batch % (ranks * ask.micro):
+        more = f" times micro-batches of {ask.micro}" if ask.micro > 1 else ""
+        return f"its {ranks} data-parallel ranks{more} do not divide a batch of {ask.batch}"
+    return ""
+
+
+def _no_layout(ask: Ask, refused: dict[int, str]) -> str:
+    lines = [f"no layout of {ask.gpus} GPUs is legal:", *(f"  tp {tp}: {why}" for tp, why in refused.items())]
+    steps = sorted({ask.gpus // tp * ask.micro for tp in refused if ask.gpus % tp == 0})
+    if steps and all(ask.batch % step for step in steps):
+        near = {size for step in steps for size in (ask.batch // step * step, -(-ask.batch // step) * step) if size}
+        closest = sorted(near, key=lambda size: (abs(size - ask.batch), size))[:2]
+        lines.append(f"  = give --batch {' or '.join(map(str, closest))}, or a smaller --micro-batch")
+    return "\n".join(lines)
+
+
+def _first(error: BindError) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def as_json(fitted: Fit) -> dict[str, Any]:
+    """All rows as data; bytes, seconds."""
+    return {
+        "schema_version": 1,
+        "architecture": fitted.architecture,
+        "plan": fitted.plan,
+        "parameters": fitted.parameters,
+        "usable_bytes": fitted.ask.usable,
+        "smallest": _named(fitted.smallest),
+        "fastest": _named(fitted.fastest),
+        "refused": {str(tp): why for tp, why in fitted.refused.items()},
+        "rows": [
+            {
+                "tp": row.tp,
+                "shard": row.shard,
+                "replicate": row.replicate,
+                "micro_batches": row.times,
+                "parameter_bytes": row.held.parameters,
+                "gradient_bytes": row.held.gradients,
+                "optimizer_bytes": row.held.optimizer,
+                "variants": [_variant_json(variant, fitted.ask.usable) for variant in row.variants],
+            }
+            for row in fitted.rows
+        ],
+        "switches": [_variant_json(variant, fitted.ask.usable) for variant in fitted.others],
+    }
+
+
+def _named(choice: tuple[Row, Variant] | None) -> dict[str, Any] | None:
+    if choice is None:
+        return None
+    row, variant = choice
+    switches = {
+        "sequence_parallel": variant.switches.sequence_parallel,
+        "checkpointing": variant.switches.checkpointing,
+    }
+    return {"tp": row.tp, "shard": row.shard, "replicate": row.replicate, **switches}
+
+
+def _variant_json(variant: Variant, usable: int) -> dict[str, Any]:
+    axes = {entry.axis for entry in variant.book.entries}
+    return {
+        "sequence_parallel": variant.switches.sequence_parallel,
+        "checkpointing": variant.switches.checkpointing,
+        "layers": variant.switches.layers,
+        "activation_bytes": variant.peak.activations,
+        "rest_bytes": variant.peak.rest,
+        "peak_bytes": variant.peak.total,
+        "peak_at": variant.peak.where,
+        "fits": variant.peak.total <= usable,
+        "collectives": {axis: _collectives(variant, axis) for axis in sorted(axes)},
+        "seconds": variant.estimate.seconds,
+        "terms": [
+            {"name": t.name, "seconds": t.seconds, "exposed_seconds": t.exposed, "told": t.told}
+            for t in variant.estimate.terms
+        ],
+    }
+
+
+def _collectives(variant: Variant, axis: str) -> dict[str, int]:
+    own = [entry for entry in variant.book.entries if entry.axis == axis]
+    size = variant.bound.degrees[axis]
+    return {"calls": sum(e.count for e in own), "wire_bytes": sum(e.wire_bytes(size) for e in own)}
