@@ -76,6 +76,25 @@ def keys(tab: Page) -> dict[str, bool]:
     return found
 
 
+def mouse(tab: Page, folder: Path, bound: dict[str, Any]) -> dict[str, bool]:
+    """What clicks do."""
+    found = {}
+    tab.run("document.querySelector('.cell[data-rank=\"19\"]').dispatchEvent(new MouseEvent('click'))")
+    found["a rank shows its part"] = tab.run("document.querySelector('.slice.held').dataset.tp") == "3"
+    found["and its group"] = tab.run("document.querySelectorAll('.cell.m-tp').length") == 7
+    tab.run("document.querySelector('.legend [data-layout=s1]').click()")
+    found["a letter filters"] = tab.run("found.textContent").startswith("2 of")
+    tab.run("document.querySelector('.lane .matrix').click()")
+    tab.run("new Promise(done => setTimeout(done, 50))")
+    found["a matrix leads to its row"] = tab.run(FOCUS) == "q_proj"
+    tab.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+    tab.run("document.getElementById('download').click()")
+    tab.run("new Promise(done => setTimeout(done, 1000))")
+    (written,) = folder.glob("*.json")
+    found["the button writes the bound plan"] = json.loads(written.read_text(encoding="utf-8")).items() <= bound.items()
+    return found
+
+
 def check(file: Path, bound: dict[str, Any], rounds: int, shots: Path | None) -> dict[str, bool]:
     """Every promise and whether it is kept."""
     with page() as tab:
@@ -87,7 +106,7 @@ def check(file: Path, bound: dict[str, Any], rounds: int, shots: Path | None) ->
         kept = {"under 500 kB": weight < 500_000, "painted within a second": statistics.median(times) < 1000}
         inside = tab.run("document.getElementById('bound-plan').textContent")
         kept["the JSON inside is the bound plan's"] = json.loads(inside).items() <= bound.items()
-        kept |= keys(tab)
+        kept |= keys(tab) | mouse(tab, file.parent, bound)
         for width, dark in ((1280, False), (1280, True), (400, False), (400, True)):
             tab.size(width, 800, dark=dark)
             tab.open(file)

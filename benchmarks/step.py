@@ -2,6 +2,9 @@
 
     python benchmarks/step.py [--ranks 2] [--model llama2-7b] [--layers 16] [--sequence 4096] [--batch 2] [MODE ...]
 
+On a 2-D mesh a mode names its degrees, as `dtplan te bf16 tp2 shard2+compile`; --batch is the whole batch of all modes.
+Without GPUs it is a dry run on gloo: `--model tiny --layers 2 --sequence 64 --batch 4 --ranks 4 "dtplan tp2 shard2"`.
+
 Every mode (see benchmarks/step_modes.py) runs in torchrun processes of its own, so that no mode meets another's global
 state. They are built one after another and then take turns, round by round, so that a change of the machine's speed
 hits all of them; ratios are taken within a round. Utilisation is of the matrix rate that is measured in the same run.

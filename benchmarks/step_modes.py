@@ -1,6 +1,7 @@
 """What `benchmarks/step.py` times: one mode in processes of its own, which wait for their turn.
 
-A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `sp` is sequence parallelism, `attention`
+A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `tp2`, `shard4`, `replicate2` are degrees
+(tp takes the ranks that are left, for `fsdp2` shard does), `sp` is sequence parallelism, `attention`
 uses TransformerEngine's, `overlap` does collectives beside matrix products by TransformerEngine's userbuffers. Tags:
 `compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of
 flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer step in the step),
@@ -13,7 +14,9 @@ import dataclasses
 import functools
 import gc
 import json
+import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -48,6 +51,9 @@ from dtplan.planner.bind import find_plan
 from dtplan.planner.graphed import Recorded
 
 GIB = 1 << 30
+AXES = ("replicate", "shard", "tp")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Without a GPU the program runs on gloo: for a dry run, whose times mean nothing."""
 SHAPES: dict[str, dict[str, int]] = json.loads((Path(__file__).parent / "shapes.json").read_text())
 
 
@@ -65,7 +71,7 @@ def live(args: SimpleNamespace) -> nn.Module:
         "attn_implementation": "sdpa",
     }
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         if args.model.startswith("neox"):
             # tanh-gelu, so that every mode computes the same function
             return GPTNeoXForCausalLM(GPTNeoXConfig(**common, hidden_act="gelu_new")).to(torch.bfloat16)
@@ -78,9 +84,33 @@ def layers_of(model: nn.Module) -> Any:
     return base.layers
 
 
-def tp_mesh() -> Any:
-    """All ranks on one tp axis."""
-    return init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
+def degrees(words: list[str]) -> dict[str, int]:
+    """Size of each axis; the axis that is not named takes the ranks that are left."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = {axis: int(found[1]) for axis in AXES for word in words if (found := re.fullmatch(rf"{axis}(\d+)", word))}
+    free = "shard" if words[0] == "fsdp2" else "tp"
+    sizes.setdefault(free, max(1, world // math.prod(sizes.values())))
+    found = {axis: sizes.get(axis, 1) for axis in AXES}
+    if math.prod(found.values()) != world:
+        raise ValueError(f"{found} are not {world} ranks: ValueError")
+    return found
+
+
+def mesh_of(words: list[str], *axes: str) -> Any:
+    """A mesh of these axes, and of any other whose degree is above 1."""
+    sizes = {axis: size for axis, size in degrees(words).items() if size > 1 or axis in axes}
+    return init_device_mesh(DEVICE, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def data_parallel(model: nn.Module, mesh: Any) -> nn.Module:
+    """FSDP2 over the mesh's data axes, each layer a unit, as torch's own examples do it."""
+    axes = tuple(axis for axis in ("replicate", "shard") if axis in mesh.mesh_dim_names)
+    if not axes:
+        return model
+    data = mesh[axes if "shard" in axes else axes[0]]
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=data)
+    return fully_shard(model, mesh=data)
 
 
 def with_dtplan(words: list[str], args: SimpleNamespace) -> nn.Module:
@@ -89,7 +119,8 @@ def with_dtplan(words: list[str], args: SimpleNamespace) -> nn.Module:
     if "fp8" in words:
         options["fp8"] = words[words.index("fp8") + 1]
     if "overlap" in words:
-        options["overlap_tokens"] = args.batch * args.sequence
+        sizes = degrees(words)
+        options["overlap_tokens"] = args.batch // (sizes["replicate"] * sizes["shard"]) * args.sequence
     model = live(args)
     plan = find_plan(model)
     if "attention" in words:
@@ -97,7 +128,7 @@ def with_dtplan(words: list[str], args: SimpleNamespace) -> nn.Module:
             under=("model", "layers", "*"), layer="DotProductAttention", attention="self_attn", at=plan.te[0].at
         )
         plan = dataclasses.replace(plan, te=(*plan.te, own))
-    return dtplan.parallelize(model, tp_mesh(), plan, loss_parallel=True, **options)
+    return dtplan.parallelize(model, mesh_of(words, "tp"), plan, loss_parallel=True, **options)
 
 
 def with_hand_plan(words: list[str], args: SimpleNamespace) -> nn.Module:
@@ -120,26 +151,26 @@ def with_hand_plan(words: list[str], args: SimpleNamespace) -> nn.Module:
     if sequence_parallel:
         for name in ("model.norm", "model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm"):
             plan[name] = SequenceParallel(use_local_output=False)
-    return parallelize_module(live(args), tp_mesh(), plan)
+    mesh = mesh_of(words, "tp")
+    return data_parallel(parallelize_module(live(args), mesh["tp"], plan), mesh)
 
 
 def with_transformers(words: list[str], args: SimpleNamespace) -> nn.Module:
     """Transformers' own tensor parallelism, which loads from a folder."""
+    mesh = mesh_of(words, "tp")
     folder = Path(args.folder) / f"{args.model}-{args.layers}"
     if dist.get_rank() == 0 and not (folder / "config.json").exists():
         live(args).save_pretrained(folder)
     dist.barrier()
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.bfloat16)
-    return model
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder, tp_plan="auto", device_mesh=mesh["tp"], dtype=torch.bfloat16
+    )
+    return data_parallel(model, mesh)
 
 
 def with_fsdp(words: list[str], args: SimpleNamespace) -> nn.Module:
     """FSDP2 alone: every rank has its own part of the batch."""
-    model = live(args)
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("shard",))
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return data_parallel(live(args), mesh_of(words, "shard"))
 
 
 class Megatron(nn.Module):
@@ -152,7 +183,9 @@ class Megatron(nn.Module):
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         super().__init__()
-        shape, world = SHAPES[args.model], dist.get_world_size()
+        shape, world = SHAPES[args.model], degrees(words)["tp"]
+        if world != dist.get_world_size():
+            raise NotImplementedError("Megatron-core runs on tp alone here: NotImplementedError")
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         options: dict[str, Any] = {}
@@ -242,16 +275,17 @@ class Mode:
             recorded = Recorded(self.model, lambda **batch: self.model(**batch).loss)
             self.graphed = lambda **batch: recorded(batch, accumulate=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True) if "adamw" in tags else None
-        data_ranks = dist.get_world_size() if words[0] == "fsdp2" else 1
-        self.rows = max(1, args.batch // data_ranks)
-        self.data_ranks, self.vocabulary = data_ranks, SHAPES[args.model]["vocabulary"]
+        sizes = degrees(words)
+        self.data_ranks, self.vocabulary = sizes["replicate"] * sizes["shard"], SHAPES[args.model]["vocabulary"]
+        self.data_rank = dist.get_rank() // sizes["tp"]
+        self.rows = max(1, args.batch // self.data_ranks)
         self.read(args.sequence)
 
     def read(self, sequence: int) -> None:
         """The batch, of sequences of this length."""
-        generator = torch.Generator().manual_seed(dist.get_rank() if self.data_ranks > 1 else 0)
+        generator = torch.Generator().manual_seed(self.data_rank)
         self.tokens = self.rows * self.data_ranks * sequence
-        self.ids = torch.randint(0, self.vocabulary, (self.rows, sequence), generator=generator).cuda()
+        self.ids = torch.randint(0, self.vocabulary, (self.rows, sequence), generator=generator).to(DEVICE)
 
     def longer(self, sequence: int) -> dict[str, Any] | None:
         """A round at another length, or None where the memory does not suffice (it does so on all ranks alike)."""
@@ -263,8 +297,7 @@ class Mode:
         except torch.OutOfMemoryError:
             for parameter in self.model.parameters():
                 parameter.grad = None
-            gc.collect()
-            torch.cuda.empty_cache()
+            let_go()
             return None
 
     def step(self) -> torch.Tensor:
@@ -284,20 +317,19 @@ class Mode:
         """Seconds of each of some steps after two that are not counted, the peak memory, and the loss."""
         for _ in range(2):
             loss = self.step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        wait()
+        forget_peak()
         seconds, host = [], []
         for _ in range(steps):
             dist.barrier()
-            torch.cuda.synchronize()
+            wait()
             start = time.perf_counter()
             self.step()
             host.append(time.perf_counter() - start)
-            torch.cuda.synchronize()
+            wait()
             seconds.append(time.perf_counter() - start)
-        peak = torch.cuda.max_memory_allocated() / GIB
-        gc.collect()
-        torch.cuda.empty_cache()  # the other modes need the room
+        peak = torch.cuda.max_memory_allocated() / GIB if DEVICE == "cuda" else 0.0
+        let_go()
         if self.graphed is not None:  # a graph keeps the memory of a step
             peak = torch.cuda.memory_reserved() / GIB
         return {"seconds": seconds, "host": host, "peak_gib": peak, "loss": whole(loss), "tokens": self.tokens}
@@ -317,6 +349,25 @@ class Mode:
         return "\n".join(lines)
 
 
+def wait() -> None:
+    """Until the GPU is idle."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def forget_peak() -> None:
+    """Measure the peak memory from here on."""
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def let_go() -> None:
+    """Of memory that the other modes need."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
 def whole(loss: torch.Tensor) -> float:
     """The loss as a number."""
     return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
@@ -324,17 +375,18 @@ def whole(loss: torch.Tensor) -> float:
 
 def matrix_rate(size: int = 8192) -> float:
     """FLOP/s of a large bf16 matrix product on random data, measured here and now."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    size = size if DEVICE == "cuda" else 256
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(5):
         a @ b
-    torch.cuda.synchronize()
+    wait()
     start = time.perf_counter()
     for _ in range(30):
         a @ b
-    torch.cuda.synchronize()
+    wait()
     rate = 30 * 2 * size**3 / (time.perf_counter() - start)
     del a, b
-    torch.cuda.empty_cache()
+    let_go()
     return rate
 
 
@@ -356,8 +408,7 @@ def main() -> None:
                 built = Mode(mode, args)
                 answer: Any = whole(built.step())
                 built.step()
-                gc.collect()
-                torch.cuda.empty_cache()
+                let_go()
             case "rate":
                 answer = matrix_rate()
             case ("sequence", int(sequence)):

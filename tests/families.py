@@ -99,9 +99,16 @@ def _llava() -> PretrainedConfig:
     )
 
 
+def falcon(**changes: Any) -> PretrainedConfig:
+    """Multi-query, with rotary embedding and parallel branches, as Falcon 7B."""
+    given = {**{k: v for k, v in _TINY.items() if k != "intermediate_size"}, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.FalconConfig(**{**given, **changes})
+
+
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "bloom": lambda: transformers.BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4, **_EAGER),
     "deepseek_v3": _deepseek_v3,
+    "falcon": falcon,
     "gemma2": lambda: transformers.Gemma2Config(**_GQA, head_dim=8, query_pre_attn_scalar=8),
     "gpt2": lambda: transformers.GPT2Config(**_GPT),
     "gpt_bigcode": lambda: transformers.GPTBigCodeConfig(**_GPT, n_inner=64, multi_query=True),
@@ -117,7 +124,21 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_next": _qwen3_next,
     "starcoder2": lambda: transformers.Starcoder2Config(**_GQA, residual_dropout=0.0, embedding_dropout=0.0),
 }
-MULTI_HEAD_STARCODER = transformers.GPTBigCodeConfig(**_GPT, n_inner=64, multi_query=False)
+NEW_FALCON: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2}
+VARIANTS: dict[str, tuple[str, Callable[[], PretrainedConfig]]] = {
+    "falcon 40B": ("falcon", lambda: falcon(**NEW_FALCON)),
+    "falcon 11B, one norm for both branches": ("falcon", lambda: falcon(**NEW_FALCON, num_ln_in_parallel_attn=1)),
+    "falcon RW": ("falcon", lambda: falcon(multi_query=False, alibi=True, parallel_attn=False, bias=True)),
+    "falcon, multi-head": ("falcon", lambda: falcon(multi_query=False)),
+    "falcon, multi-query with biases of heads": ("falcon", lambda: falcon(alibi=True, bias=True)),
+    "falcon 7B, attention whole": ("falcon", lambda: falcon(num_attention_heads=1)),
+    "falcon RW, attention whole": ("falcon", lambda: falcon(num_attention_heads=1, multi_query=False, alibi=True)),
+    "starcoder, multi-head": (
+        "gpt_bigcode",
+        lambda: transformers.GPTBigCodeConfig(**_GPT, n_inner=64, multi_query=False),
+    ),
+}
+"""Configs that take another variant of a plan: the plan's name, and the config."""
 
 
 def plan_file(name: str) -> Path:

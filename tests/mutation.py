@@ -42,8 +42,16 @@ def _styles(rule: Rule) -> Iterator[Mutant]:
         yield "whole, gradient summed", _changed(rule, **whole, grad="sum")
     if rule.style in ("rowwise", "vocab"):
         yield "sum left undone", _changed(rule, outputs=((None, Move(dst=P)),))
+    if rule.style == "sharded_norm":
+        at: dict[str, Any] = {"at": rule.at, "unit": rule.unit}
+        yield "norm of the rank's part", (Rule(path=(*rule.path, "weight"), shard=0, **at),)
+        yield "whole, gradient summed", _changed(rule, **whole, grad="sum")
     if rule.localize:
         yield "sizes of the whole", _changed(rule, localize=())
+    if rule.reads:
+        yield "what is read not local", _changed(rule, reads=())
+    if rule.like:
+        yield "taken for its base", _changed(rule, like=None)
 
 
 def _bias_on_every_rank(rule: Rule) -> tuple[Rule, ...]:
@@ -66,6 +74,9 @@ def _fused(rule: Rule, units: dict[str, int]) -> Iterator[Mutant]:
         yield "a part forgotten", _changed(rule, sections=rule.sections[:-1])
         if len(set(names)) > 1:
             yield "parts in another order", _changed(rule, sections=rule.sections[::-1])
+        if any(section.whole for section in rule.sections):
+            parts = (dataclasses.replace(s, grad="complete" if s.whole else None) for s in rule.sections)
+            yield "a part's gradient complete", _changed(rule, sections=tuple(parts))
     elif rule.unit == "head" and any(word in rule.path[-1] for word in ("qkv", "query_key_value", "c_attn")):
         yield "one piece in three parts", _changed(rule, unit=None, sections=(Section(unit="head"),) * 3)
 
@@ -102,6 +113,8 @@ def _outputs(rule: Rule) -> Iterator[Mutant]:
             yield "output left a sum", _changed(rule, outputs=((position, dataclasses.replace(move, dst=P)),))
         if move.dst == LOGITS:
             yield "logits left cut", _changed(rule, outputs=((position, KEEP),))
+        if move.sum_grad_of_last:
+            yield "the last part's gradient not summed", _changed(rule, outputs=())
         if move.global_shape:
             shown = dataclasses.replace(move, global_shape=False)
             yield "local shape shown", _changed(rule, outputs=((position, shown),))

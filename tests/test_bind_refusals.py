@@ -41,6 +41,25 @@ EXTENDS = "dtplan: 1\nextends: llama\n"
             "",
         ),
         (
+            EXTENDS + "rules: {model.layers.*.self_attn: {input: R, reads: [k_prj]}}\n",
+            "DTP412",
+            "`reads: k_prj` names no module below it",
+            "did you mean 'k_proj'?",
+        ),
+        (
+            EXTENDS
+            + "rules: {model.layers.*.self_attn.q_proj: {style: replicate, output: {sum_grad_of_last: rope}}}\n",
+            "DTP412",
+            "`sum_grad_of_last: rope` is no number of features: the config has None there",
+            "name the config field",
+        ),
+        (
+            EXTENDS + "rules: {model.layers.*.mlp.act_fn: {style: sharded_norm, unit: ffn}}\n",
+            "DTP404",
+            "`sharded_norm` is for an RMSNorm or LayerNorm over its last dim",
+            "keep what it norms whole",
+        ),
+        (
             EXTENDS + "fsdp: {units: [model.layer.*]}\n",
             "DTP413",
             "the FSDP unit `model.layer.*` names nothing",
@@ -66,7 +85,19 @@ EXTENDS = "dtplan: 1\nextends: llama\n"
             "keep one",
         ),
     ],
-    ids=["406", "412-name", "412-position", "412-attribute", "413", "414", "408", "301"],
+    ids=[
+        "406",
+        "412-name",
+        "412-position",
+        "412-attribute",
+        "412-reads",
+        "412-field",
+        "404-norm",
+        "413",
+        "414",
+        "408",
+        "301",
+    ],
 )
 def test_each_refusal_has_its_code_place_and_next_step(text: str, code: str, says: str, advises: str) -> None:
     model = on_meta(llama(vocab_size=30))

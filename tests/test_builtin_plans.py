@@ -20,7 +20,7 @@ PLANS = sorted(builtin_plans())
 
 def test_the_plans():
     llama_s_kin = {"gemma2", "llama", "mistral", "qwen2", "qwen3"}
-    assert set(PLANS) == llama_s_kin | {"gpt2", "gpt_neox", "mixtral", "olmo2", "phi3", "starcoder2"}
+    assert set(PLANS) == llama_s_kin | {"falcon", "gpt2", "gpt_neox", "mixtral", "olmo2", "phi3", "starcoder2"}
 
 
 @pytest.mark.parametrize("name", PLANS)

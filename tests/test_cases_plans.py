@@ -225,27 +225,22 @@ def test_llama_2_13b_allows_1_2_4_and_8() -> None:
         assert text.endswith("degrees that every unit allows: 1, 2, 4, 8")
 
 
-def test_b19_kv_heads_on_several_ranks_are_shown_and_refused_by_parallelize() -> None:
+def test_b19_kv_heads_on_several_ranks_are_kept_by_each_of_them() -> None:
     plan = dtplan.parse_plan(
         "dtplan: 1\nextends: llama\nunits: {kv_head: {field: num_key_value_heads, indivisible: replicate_kv}}\n"
     )
     config = t0(num_attention_heads=4, num_key_value_heads=2)
-    bound = dtplan.bind(model_of(config, meta=True), plan, tp=4)
-    later = {module.pattern: module.later for module in bound.modules if module.later}
-    assert later == {
-        f"model.layers.0.self_attn.{name}_proj": ("unit kv_head on several ranks at once (replicate_kv)",)
-        for name in "kv"
-    }
     copies = [model_of(config) for _ in range(4)]
+    truth = copies[0].get_parameter("model.layers.0.self_attn.k_proj.weight").detach().clone()
 
-    def on_rank(rank: int) -> str:
+    def on_rank(rank: int) -> bool:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        with pytest.raises(BindError, match="DTP411") as caught:
-            dtplan.parallelize(copies[rank], mesh, plan)
-        assert all(type(p) is nn.Parameter for p in copies[rank].parameters())
-        return str(caught.value)
+        sharded = dtplan.parallelize(copies[rank], mesh, plan)
+        own = sharded.get_parameter("model.layers.0.self_attn.k_proj.weight")
+        assert isinstance(own, DTensor)
+        return torch.equal(own.to_local(), truth.chunk(2)[rank // 2])
 
-    assert len(set(simulated_ranks(4, on_rank))) == 1
+    assert simulated_ranks(4, on_rank) == [True] * 4
 
 
 class CountingAttention(nn.Module):

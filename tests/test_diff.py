@@ -119,6 +119,7 @@ SAMPLES: dict[str, str] = {
     "output": "{style: rowwise, output: P}",
     "parallel_residual": "{parallel_residual: x}",
     "localize": "{style: replicate, localize: [n]}",
+    "localize_per": "{style: colwise, unit: u, localize_per: {n: u}}",
     "reads": "{style: replicate, reads: [n]}",
     "below": "{style: replicate, below: true}",
     "optional": "{style: replicate, optional: true}",
@@ -188,6 +189,17 @@ def test_of_two_rules_on_one_path_the_marked_one_counts() -> None:
 def test_two_built_in_plans_in_the_plans_own_words() -> None:
     told = lines(diff("llama", on_llama("  model.layers.*.self_attn.o_proj: {style: rowwise, unit: head, output: R}")))
     assert told == ["model.layers.*.self_attn.o_proj: output residual -> R"]
+
+
+def test_siblings_are_told_together_only_where_they_say_the_same() -> None:
+    before = parse_plan("dtplan: 1\nrules: {m.a: rowwise, m.b: rowwise, m.c: rowwise, n: rowwise}")
+    outputs = "m.a: {style: rowwise, output: R}, m.b: {style: rowwise, output: P}, m.c: {style: rowwise, output: R}"
+    after = parse_plan(f"dtplan: 1\nrules: {{{outputs}, n: {{style: rowwise, output: R}}}}")
+    assert lines(diff(before, after)) == [
+        "m.{a,c}: output residual -> R",
+        "m.b: output residual -> P",
+        "n: output residual -> R",
+    ]
 
 
 # --- bound plans
@@ -380,6 +392,7 @@ def test_many_names_are_spelled_as_one_and_come_back(names: list[str], text: str
 def test_a_plan_and_a_live_model(simulated: Callable[..., list[Any]]) -> None:
     """Equal right after parallelize; then what another plan would do, and what became of the parameters."""
     model = build(llama())
+    model.model.embed_tokens.weight.requires_grad_(False)
 
     def rank(_: int) -> tuple[Diff, Diff]:
         live = copy.deepcopy(model)

@@ -17,7 +17,7 @@ from dtplan.plan.read import check, load_plan, parse_plan
 from dtplan.plan.spec import Plan, R
 from dtplan.prove.oracle import BOUND, errors, outcome
 from dtplan.prove.simulated import simulated_ranks
-from tests.families import CONFIGS, FOLDER, MULTI_HEAD_STARCODER, batch, build, on_meta, plan_file
+from tests.families import CONFIGS, FOLDER, VARIANTS, batch, build, on_meta, plan_file
 
 
 def test_every_plan_has_a_model():
@@ -47,11 +47,11 @@ def test_logits_and_every_gradient_are_exact(name, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
-def test_a_starcoder_with_many_kv_heads_is_exact(sequence_parallel):
-    """The other variant of its plan."""
-    plan, config = load_plan(plan_file("gpt_bigcode")), MULTI_HEAD_STARCODER
-    error = largest_error("gpt_bigcode", plan, config=config, sequence_parallel=sequence_parallel)
-    assert error <= BOUND
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_a_plan_is_exact(variant, sequence_parallel):
+    name, config = VARIANTS[variant]
+    plan = load_plan(plan_file(name))
+    assert largest_error(name, plan, config=config(), sequence_parallel=sequence_parallel) <= BOUND
 
 
 FAULTS = {
@@ -63,6 +63,15 @@ FAULTS = {
     "phi-3, two parts for three": ("phi3", "[head, kv_head, kv_head]", "[kv_head, head, kv_head]"),
     "gpt-2, q, k and v as one": ("gpt2", "sections: [head, head, head]", "unit: head"),
     "mixtral, gate and up of experts as one": ("mixtral", "sections: [ffn, ffn]", "unit: ffn"),
+    "olmo2, norms of the rank's heads": ("olmo2", "_norm:           {style: sharded_norm", "_norm.weight: {shard: 0"),
+    "starcoder, k and v not summed": ("gpt_bigcode", "whole: true, grad: sum", "whole: true, grad: complete"),
+    "falcon, k and v not summed": ("falcon", "whole: true, grad: sum", "whole: true, grad: complete"),
+    "deepseek, rope key not summed": ("deepseek_v3", ", output: {sum_grad_of_last: qk_rope_head_dim}", ""),
+    "qwen3-next, widths of channels exchanged": (
+        "qwen3_next",
+        "linear_key_head_dim}\n        - {unit: value_head, width: linear_value_head_dim}",
+        "linear_value_head_dim}\n        - {unit: value_head, width: linear_key_head_dim}",
+    ),
     "gpt-j, norm not summed": ("gptj", "{style: norm, grad: sum}", "{style: norm, grad: complete}"),
 }
 

@@ -22,14 +22,16 @@ from tests.families import batch, build, plan_file
 
 @st.composite
 def stored_and_sources(draw):
-    """Parts of one to three tensors, each tensor covered by its parts, in any order."""
+    """Parts of one to three tensors, each tensor covered by its parts, in any order, on one rank or more."""
     tp = draw(st.integers(1, 4))
+    numbers = [n for n in range(1, tp + 1) if tp % n == 0]
     dim = draw(st.integers(0, 1))
     parts, sources = [], {}
     for number in range(draw(st.integers(1, 3))):
         start = 0
         for units in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)):
-            parts.append(Part(source=f"w{number}", start=start, size=units * tp))
+            copies = draw(st.sampled_from(numbers))
+            parts.append(Part(source=f"w{number}", start=start, size=units * tp, copies=copies))
             start += units * tp
         shape = [3, 3]
         shape[dim] = start
@@ -66,7 +68,18 @@ def test_each_rank_keeps_its_rows_of_each_part():
     assert second.tolist() == [*range(16, 32), *range(40, 48), *range(56, 64)]
 
 
-@pytest.mark.parametrize("name", ["phi3", "gpt2", "mixtral"])
+def test_ranks_that_share_rows_keep_copies_and_split_takes_those_that_it_is_told():
+    """Two kv heads [4 rows] over four ranks, and one row for all."""
+    stored = Stored.of("kv", (4, 1), dim=0, tp=4, copies=(2, 4))
+    whole = stored.join({"kv": torch.arange(5)})
+    assert [part.tolist() for part in whole.chunk(4)] == [[0, 1, 4], [0, 1, 4], [2, 3, 4], [2, 3, 4]]
+    assert stored.own(torch.arange(5), 2).tolist() == [2, 3, 4]
+    whole[5] = 7  # rank 1's copy of the row for all
+    assert stored.split(whole, 0)["kv"].tolist() == [0, 1, 2, 3, 4]
+    assert stored.split(whole, 1)["kv"].tolist() == [0, 1, 2, 3, 7]
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2", "mixtral", "gpt_bigcode"])
 def test_fused_weights_are_exact_on_a_2d_mesh(name):
     """FSDP2 cuts the rank's rows once more; optimizer steps are the unsharded ones."""
     model, data = build(name), batch(name, images=False)

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import dtplan
 from dtplan.cli import cli
 from dtplan.plan.library import builtin_plans
+from dtplan.report.diff import diff
 from dtplan.report.lock import Lock, LockError, lock, read_lock
+from tests import families
 from tests.models import llama
 
 LOCKS = sorted((Path(__file__).parent / "locks").glob("*.lock"))
@@ -77,6 +80,7 @@ def test_a_lock_holds_wherever_it_is_checked_from(here: Path, monkeypatch: pytes
     assert held["plan"] == "../mine.yaml"
     assert "transformers_version" not in held["config"]
     assert str(here) not in json.dumps(held)
+    assert read_lock("locks/plan.lock").bound.modules[0].rule == "locks/plan.lock"
     for place, path in (
         (here, "locks/plan.lock"),
         (here / "locks", "plan.lock"),
@@ -87,6 +91,18 @@ def test_a_lock_holds_wherever_it_is_checked_from(here: Path, monkeypatch: pytes
         assert (found.exit_code, found.output) == (0, f"{path}: holds (../mine.yaml on LlamaForCausalLM)\n")
     monkeypatch.chdir(here / "locks")
     assert run("--check").exit_code == 0  # plan.lock, where none is named
+
+
+def test_a_lock_of_any_family_comes_back(tmp_path: Path) -> None:
+    """Experts, sections, buffers without a dim, rules on parameters, renamed modules, ties."""
+    for family in families.CONFIGS:
+        bound = dtplan.bind(families.on_meta(family), families.plan_file(family), tp=2, shard=2)
+        made = Lock(plan="x", config={}, bound=bound)
+        (tmp_path / "plan.lock").write_text(made.text())
+        back = read_lock(tmp_path / "plan.lock")
+        assert back.text() == made.text()
+        assert diff(bound, back.bound).equal
+        assert [m.names for m in back.bound.modules] == [m.names for m in bound.modules]
 
 
 def test_drift_is_told_and_taken_over(here: Path) -> None:
@@ -188,7 +204,8 @@ def test_a_model_that_needs_no_plan_is_refused(tmp_path: Path) -> None:
         ({"dtplan_lock": 2}, "a lock of version 2, this dtplan reads version 1"),
         ({"config": None}, "`config` is missing or of the wrong kind"),
         ({"bound": {"modules": 1}}, "got 1, which does not belong there"),
-        ({"bound": {"fsdp_units": "layers.{0..x}"}}, "names that cannot be read"),
+        ({"bound": {"fsdp_units": "layers.{0..x}"}}, "names or numbers that cannot be read"),
+        ({"bound": {"units": [{}]}}, "names or numbers that cannot be read"),
         ({"bound": {"zzz": 1}}, "unknown key `zzz`"),
     ],
 )

@@ -128,25 +128,13 @@ def test_every_key_has_an_example_that_the_schema_and_the_reader_take(validator)
     for key, example in EXAMPLES.items():
         assert properties[key]["examples"] == [example]
         assert validator.is_valid({"dtplan": 1, key: example}), key
-    needs = {
-        "unit": "colwise",
-        "sections": "colwise",
-        "once": None,
-        "like": "vocab",
-        "output": "vocab",
-        "reads": "replicate",
-    }
+    plain = {"style", "shard", "input", "parallel_residual", "once"}  # keys that say enough alone
+    needs = {"like": "vocab", "output": "vocab"} | dict.fromkeys(("unit", "sections", "localize_per"), "colwise")
     for key, example in RULE_EXAMPLES.items():
-        style = needs.get(key, None if key in ("style", "shard", "input", "parallel_residual") else "replicate")
-        rule = ({} if style is None else {"style": style}) | {key: example}
-        units = (
-            {"units": {"head": "n", "kv_head": "m"}}
-            if key == "sections"
-            else {"units": {"head": "n"}}
-            if key == "unit"
-            else {}
-        )
-        plan = {"dtplan": 1, **units, "rules": {"a.b": rule}}
+        rule = ({} if key in plain else {"style": needs.get(key, "replicate")}) | {key: example}
+        text = json.dumps(example)
+        units = {unit: unit for unit in ("head", "kv_head") if f'"{unit}"' in text}
+        plan = {"dtplan": 1, "units": units, "rules": {"a.b": rule}}
         assert validator.is_valid(plan), key
         parse_plan(yaml.safe_dump(plan, sort_keys=False))
 

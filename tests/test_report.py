@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from dtplan.cli import cli
-from dtplan.plan.read import parse_plan
+from dtplan.plan.read import load_plan, parse_plan
 from dtplan.plan.spec import R, S
 from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundPlan, BoundTensor
@@ -30,6 +30,7 @@ from dtplan.report.page.facts import facts
 from dtplan.report.page.glyph import glyph
 from dtplan.report.page.mesh import mesh
 from dtplan.report.page.proofs import ProofError, proof_view
+from dtplan.report.page.source import files
 from dtplan.report.page.tree import ranges, tree
 from dtplan.report.page.view import view
 from dtplan.report.page.words import few, percent
@@ -257,7 +258,7 @@ def test_a_region_in_a_region_has_moves_of_its_own():
     config = transformers.MixtralConfig(**families._GQA, **families._EXPERTS)
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config)
-    bound = bind(model, families.FOLDER / "mixtral.yaml", tp=2, sequence_parallel=True)
+    bound = bind(model, "mixtral", tp=2, sequence_parallel=True)
     (layer,) = view(bound, ledger(bound)).layers
     mlp = layer.lanes[1]
     assert [(m.src, m.dst, m.forward) for m in mlp.enter] == [("S(1)", "R", "all-gather")]
@@ -265,6 +266,24 @@ def test_a_region_in_a_region_has_moves_of_its_own():
     assert [m.what for m in experts.enter] == ["hidden_states", "top_k_weights"]
     assert [m.name for m in (*experts.first, *experts.second)] == ["gate_up_proj", "down_proj"]
     assert [(m.src, m.dst) for m in (*experts.leave, *mlp.leave)] == [("P", "R"), ("R", "S(1)")]
+
+
+def test_norms_over_cut_dims_send_between_the_matrices():
+    with torch.device("meta"):
+        model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**families._TINY))
+    bound = bind(model, "olmo2", tp=2)
+    book = ledger(bound)
+    (layer,) = view(bound, book).layers
+    sums = layer.lanes[0].branches[0].between
+    assert [(m.what, m.forward, m.backward, m.bytes) for m in sums] == [
+        (name, "all-reduce", "all-reduce", 4 * book.sequence) for name in ("q_norm", "k_norm")
+    ]
+    moves = [m for lane in layer.lanes for m in (*lane.enter, *lane.leave, *lane.branches[0].between)]
+    (floor,) = book.floors
+    assert (sum(bool(m.forward) for m in moves), sum(bool(m.backward) for m in moves)) == (
+        floor.forward,
+        floor.backward,
+    )
 
 
 def test_the_first_screen(big):
@@ -304,6 +323,25 @@ def test_a_model_that_no_plan_serves():
     assert found.faults == []
     assert len(found.rows()) == 1
     assert "There are no rules." in found.texts["section"][1]
+
+
+def test_a_rule_stands_beside_the_modules_that_it_is_at_work_on(big):
+    (file,) = files(load_plan("llama"), list(tree(big).walk()))
+    used = {line.text.split(":")[0].strip(): line.uses for line in file.lines if line.uses}
+    assert [(use.path.rpartition(".")[2], use.count, use.layouts) for use in used["self_attn.{k,v}_proj"]] == [
+        ("k_proj", 80, ("S(0)",)),
+        ("v_proj", 80, ("S(0)",)),
+    ]
+    assert [use.path for use in used["lm_head"]] == ["lm_head"]
+
+
+def test_a_file_that_says_something_else_by_now_is_not_shown(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("dtplan: 1\nrules:\n  a: replicate\n")
+    plan = load_plan(path)
+    assert [file.name for file in files(plan, [])] == [str(path)]
+    path.write_text("dtplan: 1\nrules:\n  b: replicate\n")
+    assert files(plan, []) == ()
 
 
 # --- pictures
@@ -348,15 +386,14 @@ def test_a_large_mesh_says_what_it_leaves_out():
     assert len(found.cells) == 4 * 8 * 8
 
 
-def tensor(shape: tuple[int, ...], placement: Any, sections: tuple[int, ...] = ()) -> BoundTensor:
-    return BoundTensor(
-        name="weight", shape=shape, dtype="float32", placement=placement, local_shape=shape, sections=sections
-    )
+def tensor(shape: tuple[int, ...], placement: Any, sections: tuple[int, ...] = (), **more: Any) -> BoundTensor:
+    given = {"name": "weight", "dtype": "float32", "local_shape": shape, **more}
+    return BoundTensor(shape=shape, placement=placement, sections=sections, **given)
 
 
-def held(shape: tuple[int, ...], placement: Any, sections: tuple[int, ...] = ()) -> tuple[float, int]:
+def held(shape: tuple[int, ...], placement: Any, sections: tuple[int, ...] = (), **more: Any) -> tuple[float, int]:
     """The share of the picture that rank 0 holds, and in how many pieces."""
-    drawn = glyph(tensor(shape, placement, sections), 4, largest=max(shape), pixels=100)
+    drawn = glyph(tensor(shape, placement, sections, **more), 4, largest=max(shape), pixels=100)
     mine = [s for s in drawn.slices if s.tp == 0]
     return sum(s.width * s.height for s in mine) / (drawn.width * drawn.height), len(mine)
 
@@ -377,6 +414,14 @@ def test_a_picture_fills_the_part_of_a_rank(shape, placement, sections, pieces):
     share, found = held(shape, placement, sections)
     assert share == pytest.approx(1 / 4, abs=0.01)
     assert found == pieces
+
+
+def test_rows_that_several_ranks_keep_are_drawn_on_each():
+    share, pieces = held((96, 64), S(0), (64, 32), copies=(1, 4))
+    assert share == pytest.approx((64 / 4 + 32) / 96, abs=0.01)
+    assert pieces == 2
+    share, _ = held((96, 64), S(0), (64, 32), copies=(1, 2))
+    assert share == pytest.approx((64 / 4 + 32 / 2) / 96, abs=0.01)
 
 
 def test_what_is_whole_has_no_parts():

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dtplan.author.cutting import Cutting, cutting_of
 from dtplan.author.draft import RuleDraft
 from dtplan.author.groups import Branch, branches_of
+from dtplan.author.owned import parameters_of, tensors_of
 from dtplan.author.parts import Lies, Part
 from dtplan.author.trace import STREAM, Product, Trace, first_tensor, is_stream, tensors_in
 from dtplan.author.units import Units
@@ -41,16 +44,19 @@ class Block:
     def compose(self) -> None:
         """Fill ``rules``."""
         self.branches = branches_of(self.trace)
-        parallel = self._is_parallel()
-        for branch in self.branches:
-            cuttings = [cutting_of(self.module, self.trace, g, self.units.known) for g in branch.groups]
-            self.cuttings += cuttings
+        known = self.units.known
+        found = [[cutting_of(self.module, self.trace, g, known) for g in branch.groups] for branch in self.branches]
+        self.cuttings = [cutting for cuttings in found for cutting in cuttings]
+        counts = {part.count for c in self.cuttings for lies in c.parameters.values() for part in lies.parts}
+        parallel = self._is_parallel() and not self.units.keeps_whole(counts)
+        for branch, cuttings in zip(self.branches, found, strict=True):
             form = "parallel" if parallel else self._form(branch)
             self.chosen[branch.root] = form
             self._branch(branch, cuttings, form)
         self._stream(parallel=parallel)
         self._unseen()
-        self._put("", {"parallel_residual": self._stream_argument()} if parallel else {"input": "residual"})
+        keys = {"parallel_residual": self._stream_argument()} if parallel else {"input": "residual"}
+        self._put("", keys, notes=self._flattened())
 
     def ordered(self) -> list[RuleDraft]:
         """The rules as the modules run: the block, then each module before what is in it."""
@@ -86,7 +92,7 @@ class Block:
     def _behind(self) -> bool:
         """Whether a module with parameters works on what a branch gave, before it joins."""
         ends = {p.number for branch in self.branches for group in branch.groups for p in group.last}
-        calls = [c for c in self.trace.calls.values() if c.name and self.module.get_submodule(c.name)._parameters]
+        calls = [c for c in self.trace.calls.values() if c.name and parameters_of(self.module.get_submodule(c.name))]
         return any(c.last and c.last <= ends for c in calls)
 
     def _form(self, branch: Branch) -> Form:
@@ -99,7 +105,7 @@ class Block:
             return "region" if (many or bare) and branch.root else "own"
         if branch.root and branch.root not in roots:
             return "outer"
-        return "region"
+        return "region" if branch.root or branch.direct else "own"
 
     def _called_often(self, products: Sequence[Product]) -> bool:
         return any(self.trace.times[p.parameter.rpartition(".")[0]] != 1 for p in products) or len(products) > 1
@@ -125,7 +131,8 @@ class Block:
         self._put(owner, keys)
 
     def _undecided(self, cutting: Cutting) -> None:
-        notes = (
+        no_notes: tuple[str, ...] = ()
+        notes: tuple[str, ...] = (
             f"not decided: {cutting.why_not}",
             "choices: `replicate` for each (every rank does all of it), or cut what hangs together by hand",
         )
@@ -133,7 +140,7 @@ class Block:
             owner = pattern_of(product.parameter.rpartition(".")[0])
             if owner not in self.rules:
                 self._put(owner, {"style": "todo"}, notes=notes)
-                notes = ()
+                notes = no_notes
 
     def _group(self, cutting: Cutting, form: Form, root: str) -> None:
         group = cutting.group
@@ -144,6 +151,9 @@ class Block:
             self._owner(owner, cutting, form)
         for owner, path in cutting.numbers or ():
             self._localize(f"{inside}.{owner}".strip("."), path)
+        if cutting.per_unit is not None and (unit := self.units.shared(cutting.kv_units)):
+            for owner, path in cutting.per_unit:
+                self._localize_per(f"{inside}.{owner}".strip("."), path, unit)
         if cutting.numbers is None:
             notes = ("its forward needs numbers of the whole, and no set of its attributes makes it work on a part:",)
             self._put(inside, {"style": "todo"}, notes=(*notes, "write `localize: [...]` with what it reshapes by"))
@@ -180,7 +190,7 @@ class Block:
 
     def _owners(self, cutting: Cutting) -> list[str]:
         """Modules whose own parameters belong to the group, once for a list of experts."""
-        owners = {}
+        owners: dict[str, str] = {}
         for name in cutting.parameters:
             owners.setdefault(pattern_of(name.rpartition(".")[0]), name.rpartition(".")[0])
         return list(owners.values())
@@ -197,7 +207,7 @@ class Block:
         elif weight is not None and weight.kind == "cut" and owner in cutting.norms:
             self._put(owner, {"style": "sharded_norm", **self._units_of(weight)})
         elif weight is not None and weight.kind == "cut" and self._is_styled(f"{owner}.weight", "colwise", weight.dim):
-            self._put(owner, {"style": "colwise", **self._units_of(weight)})
+            self._put(owner, {"style": "colwise", **self._like(f"{owner}.weight"), **self._units_of(weight)})
         elif own and all(one.kind == "whole" for one in own.values()) and owner != cutting.group.root:
             self._put(owner, {"style": "replicate", "grad": "sum"})
         else:
@@ -209,7 +219,8 @@ class Block:
         often = self.trace.times[owner] != 1
         output = "P" if form in ("parallel", "region") or often else {"outer": "sum"}.get(form, "residual")
         if self._is_styled(f"{owner}.weight", "rowwise", weight.dim):
-            self._put(owner, {"style": "rowwise", **self._units_of(weight), "output": output})
+            like = self._like(f"{owner}.weight")
+            self._put(owner, {"style": "rowwise", **like, **self._units_of(weight), "output": output})
             return
         self._put(owner, {"output": output})
         self._put(f"{owner}.weight", {"shard": weight.dim, **self._units_of(weight)})
@@ -226,6 +237,11 @@ class Block:
                 self._put(path, {"grad": "sum"})
             elif one.kind == "apart":
                 self._put(path, {"once": True}, remark="added behind the cut work, so one rank adds it")
+
+    def _like(self, parameter: str) -> dict[str, str]:
+        """`like: Linear` for a class of its own that was seen to compute what a Linear does."""
+        owner = self.module.get_submodule(parameter.rpartition(".")[0])
+        return {} if module_kind(owner) in ("Linear", "Conv1D") else {"like": "Linear"}
 
     def _units_of(self, lies: Lies) -> dict[str, Any]:
         parts = lies.parts
@@ -247,13 +263,13 @@ class Block:
         for call in self.trace.calls.values():
             module = self.module.get_submodule(call.name)
             path = pattern_of(call.name)
-            if not call.name or path in self.rules or not module._parameters or self._is_ruled(call.name):
+            if not call.name or path in self.rules or not parameters_of(module) or self._is_ruled(call.name):
                 continue
             given = [t for t in tensors_in([call.args, call.kwargs]) if t.is_floating_point()]
             out = first_tensor(call.out)
-            sums = [t for t in module._parameters.values() if t is not None]
+            own = parameters_of(module).values()
             keeps_shape = len(given) == 1 and out is not None and given[0].shape == out.shape
-            if keeps_shape and all(t.dim() == 1 for t in sums):
+            if keeps_shape and all(t.dim() == 1 for t in own):
                 reads_input = parallel and is_stream(call.last)
                 outer = self._outer(call.name)
                 if outer:
@@ -268,11 +284,11 @@ class Block:
     def _unseen(self) -> None:
         """Modules that own something and that no rule names yet."""
         for name, module in self.module.named_modules():
-            tensors = [n for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
+            tensors = tensors_of(module)
             path = pattern_of(name)
             if not tensors or path in self.rules or self._is_ruled(name) or not name:
                 continue
-            if not any(module._parameters.values()):
+            if not parameters_of(module):
                 self._put(name, {"style": "replicate"})
                 continue
             seen = "it was not called on tokens" if name not in self.trace.calls else "it lies outside of every branch"
@@ -282,9 +298,18 @@ class Block:
 
     def _is_ruled(self, name: str) -> bool:
         """Whether rules on its parameters, one by one, cover a module."""
-        module = self.module.get_submodule(name)
-        tensors = [n for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
+        tensors = tensors_of(self.module.get_submodule(name))
         return bool(tensors) and all(f"{pattern_of(name)}.{tensor}" in self.rules for tensor in tensors)
+
+    def _flattened(self) -> tuple[str, ...]:
+        """A note where the block itself makes one dim of batch and sequence, in front of a cut layer."""
+        stream = first_tensor([self.trace.calls[""].args, dict(self.trace.calls[""].kwargs)])
+        loose = [p for c in self.cuttings if not c.group.root for p in c.group.first]
+        flat = [p for p in loose if stream is not None and p.read.dim() != stream.dim()]
+        if not flat:
+            return ()
+        names = ", ".join(dict.fromkeys(_leaf_of(p.parameter) for p in flat))
+        return (f"the block flattens [batch, sequence] in front of {names}: no sequence parallelism with this model",)
 
     # --- arguments
 
@@ -317,7 +342,8 @@ class Block:
 
     def _is_styled(self, parameter: str, style: str, dim: int | None = None) -> bool:
         owner, _, leaf = parameter.rpartition(".")
-        table = CUTS[style].get(module_kind(self.module.get_submodule(owner)))
+        module = self.module.get_submodule(owner)
+        table = CUTS[style].get("Linear" if computes_linear(module) else module_kind(module))
         return table is not None and leaf in table and dim in (None, table[leaf])
 
     def _localize(self, name: str, number: str) -> None:
@@ -327,10 +353,27 @@ class Block:
         keys["localize"] = [*keys.get("localize", []), number]
         self._put(name, keys, remark=known.remark if known else "")
 
+    def _localize_per(self, name: str, number: str, unit: str) -> None:
+        known = self.rules.get(pattern_of(name))
+        before = known.keys.get("localize_per", {}) if known else {}
+        self._put(name, {"localize_per": {**before, number: unit}}, remark=known.remark if known else "")
+
     def _put(self, name: str, keys: Mapping[str, Any], *, notes: tuple[str, ...] = (), remark: str = "") -> None:
         path = pattern_of(name)
         merged = {**(self.rules[path].keys if path in self.rules else {}), **keys}
         self.rules[path] = RuleDraft(path=path, keys=merged, notes=notes, remark=remark)
+
+
+def computes_linear(module: nn.Module) -> bool:
+    """Whether a Linear, or a class made from it, computes what a Linear does; told by running it."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    x = torch.randn(3, 5, module.weight.shape[1], dtype=module.weight.dtype)
+    try:
+        with torch.no_grad():
+            return bool(torch.allclose(module(x), F.linear(x, module.weight, module.bias)))
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def _gathered(rules: Sequence[RuleDraft]) -> list[RuleDraft]:

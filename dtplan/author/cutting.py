@@ -29,6 +29,10 @@ class Cutting:
     """Those that move columns."""
     numbers: tuple[Number, ...] | None
     """None where no set of them makes ranks compute what the whole does."""
+    per_unit: tuple[Number, ...] | None = None
+    """Numbers that count for each kv head, where several ranks may have one; None where they may not."""
+    kv_units: int = 0
+    """Of kv heads, where they are fewer than heads."""
     why_not: str = ""
     """What was seen where no cut fits."""
 
@@ -48,8 +52,9 @@ def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) ->
     cut = [one for one in parameters.values() if one.kind == "cut"]
     count = _units(cut, found.columns) or columns.components
     for product in group.last:
-        kind = "cut" if product.dim is not None else "tangled"
-        parameters[product.parameter] = Lies(kind, product.dim or 0, (Part(found.columns, count),))
+        parts = (Part(found.columns, count),)
+        told = Lies("tangled") if product.dim is None else Lies("cut", product.dim, parts)
+        parameters[product.parameter] = told
     parameters = _with_biases(parameters, group.exits)
     cutting = Cutting(
         group=group,
@@ -62,7 +67,12 @@ def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) ->
     if cutting.why_not:
         return cutting
     bench = Bench(block, trace, group, _like_experts(parameters), inputs, found.norms, frozenset(known))
-    return dataclasses.replace(cutting, numbers=bench.numbers())
+    numbers = bench.numbers()
+    counts = sorted({part.count for one in parameters.values() for part in one.parts if one.kind == "cut"})
+    if numbers is None or len(counts) != 2 or counts[1] % counts[0] or any(len(one.parts) > 1 for one in cut):
+        return dataclasses.replace(cutting, numbers=numbers)
+    per_unit = bench.numbers_per_unit(counts[0], counts[1] // counts[0], numbers)
+    return dataclasses.replace(cutting, numbers=numbers, per_unit=per_unit, kv_units=counts[0])
 
 
 def _units(cut: list[Lies], columns: int) -> int | None:
@@ -76,9 +86,9 @@ def _with_biases(parameters: dict[str, Lies], exits: Collection[str]) -> dict[st
     for name, one in list(parameters.items()):
         weight_name = name.removesuffix("bias") + "weight"
         weight = parameters.get(weight_name)
-        if name.endswith(".bias") and weight and weight.kind == "cut" and one.kind != "cut":
-            if pattern_of(weight_name) not in exits:
-                parameters[name] = Lies("cut", 0, weight.parts)
+        is_last = pattern_of(weight_name) in exits
+        if name.endswith(".bias") and weight and weight.kind == "cut" and one.kind != "cut" and not is_last:
+            parameters[name] = Lies("cut", 0, weight.parts)
     return parameters
 
 

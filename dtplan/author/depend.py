@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dtplan.author.groups import Group
+from dtplan.author.owned import parameters_of
 from dtplan.author.trace import Call, Product, Trace, first_tensor, tensors_in, trace_block
 from dtplan.prove.edits import pattern_of
 from dtplan.prove.oracle import float64_casts
@@ -35,6 +36,7 @@ class Dependence:
 
     @property
     def moves_columns(self) -> bool:
+        """Whether any index moves any column."""
         return any(bool(dim.any()) for dim in self.dims)
 
 
@@ -100,7 +102,7 @@ def _derivatives(
         one_by_one = torch.diag_embed(weights).movedim(-1, 0)  # [columns, ..., columns]
         seeds.append(one_by_one.movedim(-1, product.along + 1 if product.along >= 0 else product.along))
     tensors = [product.read for product in reads]
-    grads = torch.autograd.grad(
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(
         tensors, list(sources.values()), grad_outputs=seeds, is_grads_batched=True, allow_unused=True
     )
     found = {}
@@ -125,7 +127,7 @@ def norms_between(block: nn.Module, trace: Trace, group: Group) -> list[str]:
     found = []
     for call in trace.calls.values():
         module = block.get_submodule(call.name)
-        weight = module._parameters.get("weight")
+        weight = parameters_of(module).get("weight")
         given = [t for t in tensors_in([call.args, call.kwargs]) if t.is_floating_point()]
         out = first_tensor(call.out)
         if weight is None or weight.dim() != 1 or len(given) != 1 or out is None or list(module.children()):
@@ -155,7 +157,7 @@ def see_through(block: nn.Module, norms: list[str]) -> Iterator[None]:
     """Inside, ``norms`` multiply by their weights only, so that features which they mix stay apart."""
     changed = [block.get_submodule(name) for name in norms]
     for module in changed:
-        module.forward = _scaling(module)  # type: ignore[method-assign]
+        module.forward = _scaling(module)
     try:
         yield
     finally:
@@ -165,8 +167,8 @@ def see_through(block: nn.Module, norms: list[str]) -> Iterator[None]:
 
 def _scaling(module: nn.Module) -> Any:
     def forward(x: Tensor) -> Tensor:
-        weight, bias = module._parameters["weight"], module._parameters.get("bias")
-        assert weight is not None
+        own = parameters_of(module)
+        weight, bias = own["weight"], own.get("bias")
         return x * weight if bias is None else x * weight + bias
 
     return forward

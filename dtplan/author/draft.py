@@ -44,6 +44,8 @@ class PlanDraft:
     serves: tuple[str, ...] = ()
     units: Mapping[str, Any] = field(default_factory=dict)
     """Name -> config field, fields, or ``{"field": ..., "indivisible": ...}``."""
+    unit_notes: Mapping[str, str] = field(default_factory=dict)
+    """Comments behind units."""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rules: tuple[RuleDraft, ...] = ()
     variants: tuple[VariantDraft, ...] = ()

@@ -37,17 +37,29 @@ def fused_layers(
 
 
 def _of_block(block: Block) -> Iterator[Keys]:
-    for cutting in block.cuttings:
-        if block.rules_of(cutting) == ("colwise", "rowwise"):
-            yield from _of_group(block, cutting)
+    layers = [
+        layer for c in block.cuttings if block.rules_of(c) == ("colwise", "rowwise") for layer in _of_group(block, c)
+    ]
+    fused = {layer["norm"] for layer in layers if "norm" in layer}
+    yield from layers
+    for call in block.trace.calls.values():
+        rule = block.rules.get(call.name)
+        if call.name and call.name not in fused and rule is not None and rule.keys.get("style") == "norm":
+            norm = norm_of(block.module.get_submodule(call.name))
+            if norm is not None:
+                yield {"layer": norm.kind, "norm": call.name}
 
 
 def _of_group(block: Block, cutting: Cutting) -> Iterator[Keys]:
     """A norm and its columns as one layer, and the row; an MLP as one layer where it computes what one does."""
     first, last = cutting.group.first, cutting.group.last
     columns = [_owner(p) for p in first]
+    plain = all(type(block.module.get_submodule(name)) is nn.Linear for name in (*columns, _owner(last[0])))
+    if not plain or len(last) != 1 or len(first) + 1 != len(cutting.group.products):
+        return
     norm = _norm_before(block, first)
-    if norm is None or len(last) != 1 or len(first) + 1 != len(cutting.group.products):
+    if norm is None:
+        yield {"layer": "Linear", "linear": _owner(last[0])}
         return
     mlp = _mlp(block, cutting, norm, columns, _owner(last[0]))
     if mlp is not None:
@@ -59,22 +71,29 @@ def _of_group(block: Block, cutting: Cutting) -> Iterator[Keys]:
 
 
 def _mlp(block: Block, cutting: Cutting, norm: str, columns: Sequence[str], down: str) -> dict[str, Any] | None:
-    """The fused MLP, if the group's module computes one; a gelu may be the erf form, which is told when it is applied."""
+    """The fused MLP, if the group's module computes one; a gelu may be the erf form, which is told when applied."""
     root = cutting.group.root
     leaves = [name.removeprefix(f"{root}.") for name in (*columns, down)]
     if not root or len(columns) > 2 or any("." in leaf for leaf in leaves):
         return None
     module = block.module.get_submodule(root)
-    if any(type(module.get_submodule(leaf)) is not nn.Linear for leaf in leaves):
-        return None
     orders = [(None, columns[0])] if len(columns) == 1 else [(columns[0], columns[1]), (columns[1], columns[0])]
     for gate, up in orders:
         for activation in GATED if gate else ACTIVATIONS:
-            names = {"gate": gate and gate.rpartition(".")[2], "up": up.rpartition(".")[2], "down": leaves[-1]}
+            names: dict[str, Any] = {"gate": gate and _leaf(gate), "up": _leaf(up), "down": leaves[-1]}
             plain = GATED.get(activation, activation) == "gelu"
-            if mlp_computes(module, activation, **names) or (plain and mlp_computes(module, activation, erf=True, **names)):
+            if mlp_computes(module, activation, **names) or (
+                plain and mlp_computes(module, activation, erf=True, **names)
+            ):
                 gated = {"gate": gate} if gate else {}
-                return {"layer": "LayerNormMLP", "norm": norm, **gated, "up": up, "down": down, "activation": activation}
+                return {
+                    "layer": "LayerNormMLP",
+                    "norm": norm,
+                    **gated,
+                    "up": up,
+                    "down": down,
+                    "activation": activation,
+                }
     return None
 
 
@@ -95,6 +114,10 @@ def _norm_before(block: Block, first: Sequence[Product]) -> str | None:
 def _same_memory(first: Sequence[Product], call: Call) -> bool:
     out = next(iter(tensors_in([call.out])))
     return all(p.read.data_ptr() == out.data_ptr() and p.read.numel() == out.numel() for p in first)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _owner(product: Product) -> str:

@@ -47,15 +47,29 @@ class Bench:
     def numbers(self) -> tuple[Number, ...] | None:
         """The numbers that must be divided so that ranks compute what the whole does; None if none were found."""
         truth, seen = self._truth()
-        if self._right(truth, ()):
+        if self._right(truth, DEGREE, {}):
             return ()
         sizes = self._sizes()
         candidates = [number for number, value in seen.items() if value in sizes]
         tries = itertools.islice(_subsets(candidates), TRIES)
-        found = next((numbers for numbers in tries if self._right(truth, numbers)), None)
-        if found is None and self._right(truth, tuple(candidates)):
+        found = next((wanted for wanted in tries if self._right(truth, DEGREE, dict.fromkeys(wanted, DEGREE))), None)
+        if found is None and self._right(truth, DEGREE, dict.fromkeys(candidates, DEGREE)):
             found = tuple(candidates)
         return found
+
+    def numbers_per_unit(self, units: int, shared: int, numbers: Sequence[Number]) -> tuple[Number, ...] | None:
+        """The numbers that count for each of ``units`` units (heads of a kv head), where ``shared`` ranks have one.
+
+        ``numbers`` are those that are divided by the degree anyway. None where ranks cannot share a unit.
+        """
+        truth, seen = self._truth()
+        degree = units * shared
+        divided = dict.fromkeys(numbers, degree)
+        candidates = [n for n, value in seen.items() if value % shared == 0 and n not in divided and value > 1]
+        for wanted in itertools.islice(itertools.chain([()], _subsets(candidates)), TRIES):
+            if self._right(truth, degree, divided | dict.fromkeys(wanted, shared)):
+                return wanted
+        return None
 
     # --- runs
 
@@ -68,22 +82,22 @@ class Bench:
         seen = watched(whole)
         return self._columns(whole, None), seen
 
-    def _right(self, truth: Sequence[Tensor], numbers: Sequence[Number]) -> bool:
+    def _right(self, truth: Sequence[Tensor], degree: int, divided: Mapping[Number, int]) -> bool:
         try:
-            ranks = [self._columns(self._on_rank(rank, numbers), rank) for rank in range(DEGREE)]
-        except Exception:  # noqa: BLE001 - a module's own code, on sizes that it may not expect
-            return False
+            ranks = [self._columns(self._on_rank(rank, degree, divided), rank, degree) for rank in range(degree)]
+        except (RuntimeError, ValueError, IndexError, ZeroDivisionError, AssertionError):
+            return False  # a module's own code, on sizes that it does not expect
         if any(len(found) != len(truth) for found in ranks):
             return False
         joined = [torch.cat(parts, dim=-1) for parts in zip(*ranks, strict=True)]
         return all(relative_error(a, b) < _BOUND for a, b in zip(joined, truth, strict=True))
 
-    def _columns(self, root: nn.Module, rank: int | None) -> list[Tensor]:
+    def _columns(self, root: nn.Module, rank: int | None, degree: int = 1) -> list[Tensor]:
         """The columns that the last products read, of every product."""
         args, kwargs, inputs = fresh_inputs(self._root, self.trace.calls[self.group.root])
         for name, lies in self.inputs.items():
             if lies.kind == "cut" and rank is not None:
-                inputs[name].data = _part(inputs[name].detach(), lies, rank)
+                inputs[name].data = _part(inputs[name].detach(), lies, rank, degree)
         prefix = f"{self.group.root}." if self.group.root else ""
         below = [name.removeprefix(prefix) for name in self.norms]
         with float64_casts(), see_through(root, below), torch.no_grad():
@@ -91,18 +105,17 @@ class Bench:
         products = [p for p in found.products if pattern_of(prefix + p.parameter) in self.group.exits]
         return [p.read.movedim(p.along, -1) for p in products]
 
-    def _on_rank(self, rank: int, numbers: Sequence[Number]) -> nn.Module:
-        root = _copied(self._root)
+    def _on_rank(self, rank: int, degree: int, divided: Mapping[Number, int]) -> nn.Module:
+        root: nn.Module = _copied(self._root)
         prefix = f"{self.group.root}." if self.group.root else ""
         for name, lies in self.parameters.items():
             if lies.kind == "cut" and name.startswith(prefix):
                 owner, _, leaf = name.removeprefix(prefix).rpartition(".")
                 module = root.get_submodule(owner)
-                whole = module._parameters[leaf]
-                assert whole is not None
-                module._parameters[leaf] = nn.Parameter(_part(whole.detach(), lies, rank), requires_grad=False)
-        for owner in dict.fromkeys(owner for owner, _ in numbers):
-            divide(root.get_submodule(owner), tuple(path for name, path in numbers if name == owner), DEGREE)
+                own = _part(getattr(module, leaf).detach(), lies, rank, degree)
+                setattr(module, leaf, nn.Parameter(own, requires_grad=False))
+        for (owner, path), parts in divided.items():
+            divide(root.get_submodule(owner), (path,), parts)
         return root
 
     def _sizes(self) -> set[int]:
@@ -116,12 +129,13 @@ class Bench:
         return {size for size in sizes if size > 1 and size % DEGREE == 0}
 
 
-def _part(whole: Tensor, lies: Lies, rank: int) -> Tensor:
-    """A rank's rows: of each section its share, of whole ones all; of groups of units its units in each group."""
+def _part(whole: Tensor, lies: Lies, rank: int, degree: int) -> Tensor:
+    """A rank's rows: of each section its share, or the one unit that it shares, of whole ones all; so in each group."""
     rows, pieces, start = whole.movedim(lies.dim, 0), [], 0
     for part in lies.parts * lies.groups:
-        own = part.rows // DEGREE
-        pieces.append(rows[start : start + part.rows] if part.whole else rows[start + rank * own :][:own])
+        shares = min(part.count, degree)
+        own, first = part.rows // shares, rank * shares // degree
+        pieces.append(rows[start : start + part.rows] if part.whole else rows[start + first * own :][:own])
         start += part.rows
     return torch.cat(pieces).movedim(0, lies.dim).contiguous()
 
@@ -151,7 +165,7 @@ def watched(root: nn.Module) -> dict[Number, int]:
 
 
 def _noting(thing: Any, owner: str, prefix: str, seen: dict[Number, int]) -> Any:
-    kind = type(thing)
+    kind: Any = type(thing)
 
     def read(this: Any, name: str) -> Any:
         value = kind.__getattribute__(this, name)

@@ -13,10 +13,11 @@ from torch import nn
 from dtplan.author.compose import Block, Form, stream_paths
 from dtplan.author.draft import PlanDraft, RuleDraft
 from dtplan.author.fused import fused_layers
+from dtplan.author.owned import buffers_of, parameters_of, tensors_of
 from dtplan.author.sample import Sample, sample
 from dtplan.author.trace import first_tensor, trace_block
 from dtplan.author.units import Units
-from dtplan.planner.placing import module_kind, named_tensors
+from dtplan.planner.placing import module_kind
 from dtplan.prove.edits import pattern_of
 from dtplan.prove.oracle import float64_casts, logits_of
 from dtplan.prove.shrink import CannotProveError
@@ -47,16 +48,18 @@ def draft_plan(real: nn.Module) -> PlanDraft:
     small = sample(real)
     calls = _walk(small)
     layers = _layers(small, calls)
-    units = Units(small, real.config.get_text_config(decoder=True))
+    config: Any = real.config
+    units = Units(small, config.get_text_config(decoder=True))
     blocks = _blocks(small, calls, layers, units)
     rules = [*_around(small, calls, layers, units, before=True)]
     rules += stream_paths(_merged(blocks), f"{layers}.*")
     rules += _around(small, calls, layers, units, before=False)
     name = type(real).__name__
     return PlanDraft(
-        name=str(getattr(real.config, "model_type", name)),
+        name=str(getattr(config, "model_type", name)),
         serves=(name,),
         units=units.in_order(),
+        unit_notes=units.notes,
         rules=tuple(rules),
         ties=_ties(real, {rule.path for rule in rules}),
         te=fused_layers(small.model, layers, blocks, rules),
@@ -98,14 +101,15 @@ def _layers(small: Sample, calls: dict[str, _Called]) -> str:
     outermost = {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
     if not outermost:
         raise CannotProveError(f"{type(small.model).__name__} has no list of blocks that run one after another")
-    return max(outermost, key=lambda name: sum(p.numel() for p in outermost[name].parameters()))
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in outermost.items()}
+    return str(max(sizes, key=lambda name: sizes[name]))
 
 
 def _blocks(small: Sample, calls: dict[str, _Called], layers: str, units: Units) -> list[Block]:
     """One block of each kind; where kinds ask for different forms in one place, all take the region's."""
     kinds: dict[tuple[Any, ...], str] = {}
-    for i, module in enumerate(small.model.get_submodule(layers)):  # type: ignore[arg-type]
-        kinds.setdefault(_kind(module), f"{layers}.{i}")
+    for name, module in small.model.get_submodule(layers).named_children():
+        kinds.setdefault(_kind(module), f"{layers}.{name}")
     forms: dict[str, Form] = {}
     while True:
         blocks = [_block(small, calls[name], name, units, forms) for name in kinds.values()]
@@ -120,7 +124,7 @@ def _blocks(small: Sample, calls: dict[str, _Called], layers: str, units: Units)
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
-    return tuple((n, type(m).__name__, *m._parameters, *m._buffers) for n, m in module.named_modules())
+    return tuple((n, type(m).__name__, *tensors_of(m)) for n, m in module.named_modules())
 
 
 def _block(small: Sample, call: _Called, name: str, units: Units, forms: dict[str, Form]) -> Block:
@@ -156,13 +160,13 @@ def _around(
     order = list(calls)
     first_block = order.index(f"{layers}.0")
     for name, module in _in_order(model, order):
-        if not named_tensors(module) or name.startswith(f"{layers}."):
+        if not tensors_of(module) or name.startswith(f"{layers}."):
             continue
         runs_before = name not in calls or order.index(name) < first_block
         if runs_before != before:
             continue
         if f"{layers}.".startswith(f"{name}."):
-            yield from (_loose(f"{name}.{leaf}", module) for leaf, _ in named_tensors(module))
+            yield from (_loose(f"{name}.{leaf}", module) for leaf in tensors_of(module))
         elif module is head and module is not embedding:
             yield _head(name, module, units)
         elif module is embedding:
@@ -204,7 +208,7 @@ def _head(name: str, module: nn.Module, units: Units) -> RuleDraft:
 
 def _loose(path: str, module: nn.Module) -> RuleDraft:
     """A parameter or buffer of a module around the blocks."""
-    if path.rpartition(".")[2] in module._buffers:
+    if path.rpartition(".")[2] in buffers_of(module):
         return RuleDraft(path=path, keys={"style": "replicate"})
     return RuleDraft(path=path, keys={"style": "todo"}, notes=("a parameter of the module around the blocks",))
 
@@ -212,7 +216,7 @@ def _loose(path: str, module: nn.Module) -> RuleDraft:
 def _other(name: str, module: nn.Module, call: _Called | None, small: Sample) -> RuleDraft:
     """Norms and position embeddings on the stream, tables; and what has to be decided."""
     path, keys = pattern_of(name), {"style": "replicate"}
-    parameters = [p for p in module._parameters.values() if p is not None]
+    parameters = parameters_of(module).values()
     if not parameters:
         return RuleDraft(path=path, keys=keys)
     if call is None:
@@ -229,7 +233,7 @@ def _other(name: str, module: nn.Module, call: _Called | None, small: Sample) ->
 
 
 def _undecided(path: str, module: nn.Module, seen: str) -> RuleDraft:
-    names = ", ".join(module._parameters)
+    names = ", ".join(parameters_of(module))
     notes = (f"{type(module).__name__} with {names}: {seen}", "choices: `replicate`, `norm`, or a cut with its sums")
     return RuleDraft(path=path, keys={"style": "todo"}, notes=notes)
 

@@ -11,12 +11,14 @@ from torch import nn
 
 from dtplan._errors import BindError, PlanError
 from dtplan.author.draft import PlanDraft
+from dtplan.author.mend import mended
 from dtplan.author.model import draft_plan
 from dtplan.author.opinion import tp_plan_of, with_opinion
 from dtplan.author.writer import plan_text
 from dtplan.plan.read import parse_plan
 from dtplan.planner.bind import bind
 from dtplan.planner.meta import meta_model
+from dtplan.prove.edits import Edit
 from dtplan.prove.proof import OnLeg, prove
 from dtplan.prove.result import Proof
 from dtplan.prove.shrink import CannotProveError
@@ -87,8 +89,19 @@ def proved(
     if new.draft.undecided:
         why = f"not proved: {len(new.draft.undecided)} rules are `todo`"
         return _commented(new, (why,), schema, unproved=why)
+    repairs: list[tuple[Edit, ...]] = []
+
+    def proof_of(text: str, name: str | Path) -> Proof:
+        plan = name if isinstance(name, Path) else parse_plan(text, name)
+        return prove(plan, model, tp=tp, on_leg=on_leg, on_repair=repairs.append)
+
     try:
-        proof = prove(file or parse_plan(new.text, f"{new.draft.name}.yaml"), model, tp=tp, on_leg=on_leg)
+        proof = proof_of(new.text, file or f"{new.draft.name}.yaml")
+        for repair in repairs[:1] if proof.verdict == "refuted" else ():
+            better = mended(new.draft, repair)
+            again = proof if better is None else proof_of(plan_text(better), f"{new.draft.name}.yaml")
+            if better is not None and again.verdict == "proved":
+                new, proof = dataclasses.replace(new, draft=better), again
     except (BindError, CannotProveError) as error:
         why = f"not proved: {_first_line(error)}"
         return _commented(new, (why,), schema, unproved=why)
@@ -127,9 +140,11 @@ def _verdict(proof: Proof) -> tuple[str, ...]:
             seen.setdefault(leg.reason, []).append(str(leg.leg))
         for finding in leg.findings:
             says = finding.says if finding.what == "plan" else finding.kind
-            told = f"{finding.name}: {says}" + (f" -> {finding.advice}" if finding.advice else "")
-            seen.setdefault(told, []).append(str(leg.leg))
-    told = [f"- {text} ({legs[0]}{f' and {len(legs) - 1} more' if len(legs) > 1 else ''})" for text, legs in seen.items()]
+            text = f"{finding.name}: {says}" + (f" -> {finding.advice}" if finding.advice else "")
+            seen.setdefault(text, []).append(str(leg.leg))
+    told = [
+        f"- {text} ({legs[0]}{f' and {len(legs) - 1} more' if len(legs) > 1 else ''})" for text, legs in seen.items()
+    ]
     return (head, *told[:_MOST_FINDINGS])
 
 

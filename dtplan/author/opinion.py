@@ -10,6 +10,15 @@ from torch import nn
 
 from dtplan.author.draft import PlanDraft, RuleDraft
 
+_SAME = {
+    "embedding_rowwise": ("vocab",),
+    "replicated_with_grad_allreduce": ("replicate", "norm", "sharded_norm"),
+    "sequence_parallel": ("norm",),
+    "replicate": ("replicate", "norm"),
+}
+"""Their style -> the styles here that say as much."""
+_OF_EXPERTS = ("moe_tp_experts", "moe_experts_allreduce", "grouped_gemm", "all_reduce")
+"""What they say of modules whose ranks hold terms of a sum; here it is the `output` of a rule."""
 _CUT = {"colwise": "columns", "packed_colwise": "columns", "rowwise": "rows", "packed_rowwise": "rows"}
 
 
@@ -28,33 +37,29 @@ def with_opinion(draft: PlanDraft, theirs: Mapping[str, str]) -> PlanDraft:
         return dataclasses.replace(draft, comments=(*draft.comments, told))
     rules = tuple(_told(rule, theirs) for rule in draft.rules)
     known = {rule.path for rule in rules}
-    missing = [f"{path}: {style}" for path, style in theirs.items() if path not in known and _CUT.get(style)]
-    comments = draft.comments
-    if missing:
-        comments = (*comments, f"transformers' own plan names what this model has not: {', '.join(missing)}")
-    same = all(rule == before for rule, before in zip(rules, draft.rules, strict=True)) and not missing
-    if same:
-        comments = (*comments, "transformers' own plan cuts the same layers in the same way")
-    return dataclasses.replace(draft, rules=rules, comments=comments)
+    comments = list(draft.comments)
+    if missing := [f"{path}: {style}" for path, style in theirs.items() if path not in known and style in _CUT]:
+        comments.append(f"transformers' own plan names what this model has not: {', '.join(missing)}")
+    if any(rule != before for rule, before in zip(rules, draft.rules, strict=True)):
+        comments.append("`transformers: STYLE` behind a rule is what transformers' own plan says there instead")
+    elif not missing:
+        comments.append("transformers' own plan cuts the same layers in the same way")
+    return dataclasses.replace(draft, rules=rules, comments=tuple(comments))
 
 
 def _told(rule: RuleDraft, theirs: Mapping[str, str]) -> RuleDraft:
     style, cut = theirs.get(rule.path), cut_of(rule.keys)
+    words = ""
     if style is None:
-        differs = cut in ("columns", "rows") and rule.path not in ("lm_head",) and "*" in rule.path
-        words = "transformers: whole" if differs and not _by_parameter(rule.path, theirs) else ""
+        leaves_whole = cut in ("columns", "rows") and "*" in rule.path and rule.path.rpartition(".")[0] not in theirs
+        words = "transformers: whole" if leaves_whole else ""
     elif style in _CUT:
-        words = "" if _CUT[style] == cut or cut == "parameter" else f"transformers: {style}"
-    else:
-        words = f"transformers: {style}" if cut in ("columns", "rows", None) else ""
+        words = "" if cut in (_CUT[style], "parameter") else f"transformers: {style}"
+    elif style not in _OF_EXPERTS and rule.keys.get("style") not in _SAME.get(style, ()):
+        words = f"transformers: {style}"
     if not words:
         return rule
     return dataclasses.replace(rule, remark="; ".join(filter(None, (rule.remark, words))))
-
-
-def _by_parameter(path: str, theirs: Mapping[str, str]) -> bool:
-    """Whether their plan names the module of a parameter that is ruled by itself here."""
-    return path.rpartition(".")[0] in theirs
 
 
 def cut_of(keys: Mapping[str, Any]) -> str | None:

@@ -92,6 +92,7 @@ class Trace:
     """Every tensor, so that no id is used twice."""
 
     def last(self, tensor: Tensor) -> Last:
+        """Where a tensor comes from; empty for what is neither of the stream nor of a product."""
         return self.last_of.get(id(tensor), frozenset())
 
 
@@ -107,6 +108,7 @@ _SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd_
 _SUMS |= {torch.Tensor.__iadd__, operator.add}
 _MATMULS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch.bmm}
 _MATMULS |= {torch.Tensor.bmm}
+_PLUS_MATMULS = {torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm}
 
 
 class _Recorder(TorchFunctionMode):
@@ -118,6 +120,7 @@ class _Recorder(TorchFunctionMode):
         """Elements and features of the stream."""
 
     def begin(self, stream: Tensor) -> None:
+        """``stream`` is the block's input."""
         self.trace.last_of[id(stream)] = frozenset({STREAM})
         self.stream = stream.numel(), stream.shape[-1]
 
@@ -185,19 +188,15 @@ class _Recorder(TorchFunctionMode):
 
     def _operands(self, func: Any, args: Any, kwargs: Any) -> tuple[Tensor, int, View, int] | None:
         """What a product reads and along which dim, the parameter, and the view's dim that is summed over."""
-        given = list(args)
+        if func is torch.einsum:
+            return self._einsum(list(args))
         if func is F.linear:
-            a, w = given[0] if given else kwargs["input"], given[1] if len(given) > 1 else kwargs["weight"]
+            a, w = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"]
             return (a, -1, self.views[id(w)], -1) if id(w) in self.views else None
-        if func in (torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm):
-            given = given[1:]
-        elif func is torch.einsum:
-            return self._einsum(given)
-        elif func not in _MATMULS:
-            return None
-        if len(given) < 2:
-            return None
-        a, b = given[:2]
+        given = args[1:] if func in _PLUS_MATMULS else args if func in _MATMULS else ()
+        return self._of_two(*given[:2]) if len(given) > 1 else None
+
+    def _of_two(self, a: Tensor, b: Tensor) -> tuple[Tensor, int, View, int] | None:
         if id(b) in self.views:
             return a, -1, self.views[id(b)], (-2 if b.dim() > 1 else -1)
         if id(a) in self.views:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ _NO_UNITS = re.compile(
 )
 """Fields whose numbers count no units, or say how wide one is."""
 _MOST_WIDE = 8
+_USUAL_DEGREE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +91,44 @@ class Units:
     def in_order(self) -> dict[str, Any]:
         """Heads before columns before the vocabulary."""
         order = ["head", "kv_head", "ffn", "expert_ffn", "shared_ffn"]
-        return dict(
-            sorted(self.used.items(), key=lambda item: (order + [item[0]]).index(item[0]) + (item[0] == "vocab"))
-        )
+        return dict(sorted(self.used.items(), key=lambda item: [*order, item[0]].index(item[0]) + (item[0] == "vocab")))
+
+    def shared(self, count: int) -> str | None:
+        """The unit of ``count``, of which several ranks may have the same one.
+
+        Where the real model has so few that usual degrees need it, the unit says so.
+        """
+        counted = next((one for one in self.counted() if one.count == count), None)
+        if counted is None:
+            return None
+        fields = self.used.get(counted.unit)
+        if 1 < self._really(counted.field) < _USUAL_DEGREE and not isinstance(fields, dict):
+            self.used[counted.unit] = {"field": fields, "indivisible": "replicate_kv"}
+            self.notes[counted.unit] = "above their number, ranks share one"
+        return counted.unit
+
+    def keeps_whole(self, counts: Iterable[int]) -> bool:
+        """Whether no usual degree divides the real number of a unit that is counted by one of ``counts``."""
+        for counted in self.counted():
+            real = self._really(counted.field)
+            if counted.count in counts and real > 1 and all(real % d for d in range(2, _USUAL_DEGREE + 1)):
+                return True
+        return False
+
+    def _really(self, name: str) -> int:
+        value = getattr(self.real, name, None)
+        return value if type(value) is int else 0
 
     # --- names
 
     def _use(self, counted: Counted) -> str:
         fields = [counted.field, *self._otherwise(counted)]
         told = [self.sample.prefix + name for name in fields]
-        self.used.setdefault(counted.unit, told[0] if len(told) == 1 else told)
+        field: Any = told[0] if len(told) == 1 else told
+        if self.keeps_whole({counted.count}):
+            self.notes[counted.unit] = f"{self._really(counted.field)}: where no degree divides it, it stays whole"
+            field = {"field": field, "indivisible": "replicate"}
+        self.used.setdefault(counted.unit, field)
         return counted.unit
 
     def _otherwise(self, counted: Counted) -> Iterator[str]:

@@ -29,7 +29,7 @@ def plan_text(draft: PlanDraft, *, schema: str = "plan.schema.json") -> str:
     if draft.serves:
         lines.append(f"serves: {_flow(draft.serves)}")
     if draft.units:
-        lines += ["units:", *(f"  {name}: {_flow(fields)}" for name, fields in draft.units.items())]
+        lines += ["units:", *_units(draft)]
     lines.append("residual: {sequence_parallel: S(1), otherwise: R}")
     if draft.names:
         lines += ["names:", *(f"  {_key(name)}: {_flow(others)}" for name, others in draft.names.items())]
@@ -168,6 +168,14 @@ def _head(word: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- the rest
+
+
+def _units(draft: PlanDraft) -> Iterator[str]:
+    lines = {name: f"  {name}: {_flow(fields)}" for name, fields in draft.units.items()}
+    column = max((len(line) for name, line in lines.items() if name in draft.unit_notes), default=0)
+    for name, line in lines.items():
+        note = draft.unit_notes.get(name)
+        yield f"{line:<{column}}  # {note}" if note else line
 
 
 def _te(draft: PlanDraft) -> Iterator[str]:

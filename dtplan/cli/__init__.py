@@ -12,10 +12,18 @@ from dtplan._errors import DtplanError
 from dtplan.cli import checkpoints, compare, completion, doctor, fit, lock, new, plans, prove, report, show
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class InOrder(click.Group):
+    """Commands in the order in which a plan's author meets them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names."""
+        return list(self.commands)
+
+
+@click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dtplan")
 def cli() -> None:
-    """Sharding plans for Hugging Face models: list, check, show and prove them; checkpoints in and out."""
+    """Sharding plans for Hugging Face models: draft, check, see, prove, compare, size; checkpoints in and out."""
 
 
 for command in (

@@ -14,13 +14,29 @@ SCHEMA = "plan.schema.json"
 
 
 @click.command()
+@click.argument("file", required=False)
 @click.option("--model", required=True, help="A model folder, a config.json, or a name that transformers knows.")
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["hf", "deepspeed", "styles"]),
+    help="Import a plan instead: transformers' own; a DeepSpeed config, FILE; a dict of torch styles, FILE.py:NAME.",
+)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="A file; else standard output.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 @click.option("--prove", "wants_proof", is_flag=True, help="Prove the draft at once, and write the verdict on top.")
 @click.option("--tp", default="2,4", show_default=True, help="Degrees of the proof, with commas.")
-def new(model: str, *, output: Path | None, force: bool, wants_proof: bool, tp: str) -> None:
-    """Draft a plan for a model, from the data flow of a small one of its class.
+def new(
+    file: str | None,
+    *,
+    model: str,
+    source: str | None,
+    output: Path | None,
+    force: bool,
+    wants_proof: bool,
+    tp: str,
+) -> None:
+    """Draft a plan for a model, from the data flow of a small one of its class, or from a plan of another system.
 
     What could not be decided is `todo`, which `dtplan lint` refuses, with what was seen and the choices above it.
     Exits with 0; with --prove as `dtplan prove`: 0 proved, 1 refuted, 2 not run.
@@ -28,6 +44,8 @@ def new(model: str, *, output: Path | None, force: bool, wants_proof: bool, tp: 
     degrees = parse_degrees(tp)
     if output is not None and output.exists() and not force:
         raise click.UsageError(f"{output} is there already: give another name, or --force")
+    if file is not None and source is None:
+        raise click.UsageError(f"{file}: a file is read with --from only; the model's config is --model")
     from dtplan.prove.shrink import refuse_old_torch
 
     refuse_old_torch()
@@ -35,7 +53,12 @@ def new(model: str, *, output: Path | None, force: bool, wants_proof: bool, tp: 
     from dtplan.prove import tell
 
     schema = schema_beside(output)
-    made = new_plan(model, schema=schema)
+    if source is None:
+        made = new_plan(model, schema=schema)
+    else:
+        from dtplan.author.importers.new import imported_plan
+
+        made = imported_plan(model, source, file, schema=schema)
     if output is not None:
         output.write_text(made.text, encoding="utf-8")
     if wants_proof:

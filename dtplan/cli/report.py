@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dtplan.cli.options import DTYPES
 from dtplan.plan.read import load_plan
-from dtplan.planner.bound import BoundPlan
-from dtplan.planner.bound_json import bound_from_json
-from dtplan.report.diff import Diff, diff
-from dtplan.report.lock import read_lock
+
+if TYPE_CHECKING:
+    from dtplan.planner.bound import BoundPlan
+    from dtplan.report.diff import Diff
 
 _BOUND = (".json", ".lock")
 """Files that hold a bound plan."""
@@ -63,6 +63,7 @@ def report(
     from dtplan.planner.bind import bind, find_plan
     from dtplan.planner.ledger import ledger
     from dtplan.planner.meta import meta_model
+    from dtplan.report.diff import diff
     from dtplan.report.fused import choice_of
     from dtplan.report.page import page
     from dtplan.report.page.proofs import read_proof
@@ -94,6 +95,9 @@ def report(
 
 def _read(given: str) -> BoundPlan | None:
     """The bound plan in a file; None for a plan."""
+    from dtplan.planner.bound_json import bound_from_json
+    from dtplan.report.lock import read_lock
+
     if given.endswith(".lock"):
         return read_lock(given).bound
     if not given.endswith(".json"):

@@ -40,6 +40,7 @@ RULE_EXAMPLES: dict[str, Any] = {
     "output": {"to": "residual", "global_shape": True},
     "parallel_residual": "hidden_states",
     "localize": ["num_heads"],
+    "localize_per": {"num_key_value_groups": "kv_head"},
     "reads": ["conv1d"],
     "below": True,
     "optional": True,

@@ -104,7 +104,7 @@ class Rule:
 
     ``path`` is a tuple of segments, each literal or ``*``; braces are expanded before. ``inputs`` pairs a
     forward argument (name or position) with a move, ``outputs`` a position in the returned tuple (None:
-    the returned tensor itself).
+    the returned tensor itself, or the first of a tuple).
     """
 
     path: tuple[str, ...]

@@ -229,12 +229,17 @@ def _entries(bound: BoundPlan) -> Iterator[tuple[BoundModule, str]]:
 
 
 def _add_scopes(model: nn.Module, bound: BoundPlan, units: tuple[str, ...], tp: Tp) -> None:
+    """Sum the gradients of whole parameters once a unit (FSDP2 frees them after it), or once for the model.
+
+    Those of parts of matrices once a unit of the plan in any case: they are large.
+    """
     scopes: dict[str, Scope] = {}
     for module, name in _entries(bound):
         owner = model.get_submodule(name)
         for tensor in module.tensors:
             for shared, spans in tensor.summed(tp.group.size).items():
-                unit = next((unit for unit in units if name == unit or name.startswith(unit + ".")), "")
+                among = bound.fsdp_units if spans else units
+                unit = next((unit for unit in among if name == unit or name.startswith(unit + ".")), "")
                 owners = scopes.setdefault(unit, Scope()).owners.setdefault(shared, [])
                 owners.append((owner, tensor.name, tp.views[name], spans))
     for unit, scope in scopes.items():
@@ -271,7 +276,7 @@ def _mark_shared(model: nn.Module, stored: Mapping[str, Stored], mesh: DeviceMes
     number = mesh.get_local_rank("shard") if shards > 1 else 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         one = stored.get(name)
-        if one is None or all(copies == 1 for _, _, copies in one.spans()):
+        if one is None or not one.shared:
             continue
         step = -(-one.rows // shards) if one.dim == 0 else one.rows
         first = step * number if one.dim == 0 else 0

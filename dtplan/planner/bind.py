@@ -13,11 +13,11 @@ from torch import nn
 from dtplan._errors import BindError, Diagnostic, did_you_mean
 from dtplan.plan import paths
 from dtplan.plan.library import builtin_plans
-from dtplan.plan.read import config_field, holds, load_plan, rules_for
+from dtplan.plan.read import holds, load_plan, rules_for
 from dtplan.plan.source import finding_at
 from dtplan.plan.spec import RESIDUAL, Move, P, Plan, R, Rule, S, TeLayer
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTe, BoundTensor, BoundUnit
-from dtplan.planner.localize import number_at
+from dtplan.planner.inside import local_sizes, modules_read, norm_over_a_cut, size_of, sizes_per_unit
 from dtplan.planner.match import Alike, alike_modules, rename_text, renamed
 from dtplan.planner.moves import Layouts, NoMove, input_move, layouts_for, output_move
 from dtplan.planner.placing import (
@@ -33,8 +33,7 @@ from dtplan.planner.placing import (
 )
 from dtplan.planner.refusals import dead_rules, full_name, mixed_regions, nearest, split_ties, unruled
 from dtplan.planner.regions import Regions, parent_of
-from dtplan.planner.units import bound_units, copies_of
-from dtplan.te.probe import Norm, norm_of
+from dtplan.planner.units import bound_units
 
 GRAD_OF_WHOLE = "write `grad: sum` if it sees the rank's own heads or columns, else `grad: complete`"
 NO_PLAN = Plan(name="none", units={}, rules=(), files=("<no plan>",))
@@ -223,10 +222,7 @@ class _Binder:
                 outputs=self._outputs(group, rule),
                 block=self._regions.block_of(group.pattern, rule),
                 shared=self._shared(group, rule),
-                localize=self._localized(group, rule),
-                per_unit=self._per_unit(group, rule),
-                reads=() if rule is None else self._read(group, rule),
-                norm=self._norm(group, rule),
+                **self._inside(group, rule),
             )
         except PlacingError as error:
             self._add(error.code, at, f"{group.pattern}: {error}", error.hint)
@@ -284,7 +280,8 @@ class _Binder:
         if self._regions.lies_in_whole(group.pattern):
             return
         region = self._regions.around(group.pattern)
-        if region is not None or self._regions.has_cut_siblings(group.pattern):
+        on_stream = rule.style == "norm" and self._regions.reads_stream(group.pattern)
+        if region is not None or (self._regions.has_cut_siblings(group.pattern) and not on_stream):
             where = (
                 f"inside `{region}`, whose input's gradient is summed" if region is not None else "beside cut layers"
             )
@@ -306,6 +303,8 @@ class _Binder:
         bound = []
         for value, move in moves:
             position, name = self._argument(group, rule, value)
+            if move.src == R and self._regions.stays_whole(group.pattern):
+                move = dataclasses.replace(move, dst=R)  # noqa: PLW2901 - nothing in it is cut
             entry = input_move(move, self.layouts, value=position, name=name, whole=whole)
             bound.append(dataclasses.replace(entry, units=self._count_of(move.unit)))
         return tuple(bound)
@@ -328,26 +327,9 @@ class _Binder:
             if entry.src == S(-1):
                 entry = dataclasses.replace(entry, length=length)
             if move.sum_grad_of_last is not None and not self._regions.stays_whole(parent_of(group.pattern)):
-                entry = dataclasses.replace(entry, op="copy", last=self._size(move.sum_grad_of_last))
+                entry = dataclasses.replace(entry, op="copy", last=size_of(self.config, move.sum_grad_of_last))
             bound.append(entry)
         return tuple(bound)
-
-    def _size(self, field: str) -> int:
-        """A config field that is a number of features."""
-        value = config_field(self.config, field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            message = f"`sum_grad_of_last: {field}` is no number of features: the config has {value!r} there"
-            raise PlacingError("DTP412", message, "name the config field that holds the features of the last part")
-        return value
-
-    def _read(self, group: Alike, rule: Rule) -> tuple[str, ...]:
-        """The modules below that the forward reads itself."""
-        there = dict(group.module.named_modules())
-        for path in rule.reads:
-            if path not in there:
-                hint = did_you_mean(path, there) or "name modules as named_modules() does, from this one on"
-                raise PlacingError("DTP412", f"`reads: {path}` names no module below it", hint)
-        return rule.reads
 
     def _argument(self, group: Alike, rule: Rule, value: str | int | None) -> tuple[int | None, str | None]:
         """Position and name of a forward argument, whichever of them the rule gives."""
@@ -367,41 +349,19 @@ class _Binder:
         position, name = self._argument(group, rule, rule.parallel_residual)
         return input_move(Move(dst=R), self.layouts, value=position, name=name, whole=False)
 
-    def _localized(self, group: Alike, rule: Rule | None) -> tuple[str, ...]:
-        if rule is None or self._regions.stays_whole(group.pattern) or self._regions.is_whole(rule):
-            return ()
-        for name in rule.localize:
-            value = number_at(group.module, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value % self.tp:
-                raise PlacingError(
-                    "DTP412",
-                    f"`localize: {name}` needs a whole number that {self.tp} divides, it is {value!r}",
-                )
-        return rule.localize
-
-    def _per_unit(self, group: Alike, rule: Rule | None) -> tuple[tuple[str, int], ...]:
-        """Numbers per unit, where several ranks share one."""
-        numbers = []
-        for name, unit_name in rule.localize_per if rule else ():
-            unit, value = self.units.get(unit_name), number_at(group.module, name)
-            shared = 1 if unit is None else copies_of(unit, self.tp)
-            if shared < 2:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value % shared:
-                message = f"`localize_per: {name}` needs a whole number that {shared} divides, it is {value!r}"
-                raise PlacingError("DTP412", message, f"name a number of the module that counts for each {unit_name}")
-            numbers.append((name, shared))
-        return tuple(numbers)
-
-    def _norm(self, group: Alike, rule: Rule | None) -> Norm | None:
-        if rule is None or rule.style != "sharded_norm" or self._regions.is_whole(rule):
-            return None
-        found = norm_of(group.module)
-        if found is None:
-            kind = module_kind(group.module)
-            message = f"`sharded_norm` is for an RMSNorm or LayerNorm over its last dim; {kind} computes neither"
-            raise PlacingError("DTP404", message, "keep what it norms whole: `style: replicate` there and here")
-        return found
+    def _inside(self, group: Alike, rule: Rule | None) -> dict[str, Any]:
+        """What the rule says of the module's own forward: sizes, parameters that it reads, what it computes."""
+        whole = self._regions.stays_whole(group.pattern) or self._regions.is_whole(rule)
+        if rule is None or whole:
+            return {}
+        return {
+            "localize": local_sizes(group.module, rule.localize, self.tp),
+            "per_unit": sizes_per_unit(group.module, rule.localize_per, self.units, self.tp),
+            "reads": modules_read(group.module, rule.reads),
+            "norm": norm_over_a_cut(group.module, self.units.get(rule.unit or ""), self.tp)
+            if rule.style == "sharded_norm"
+            else None,
+        }
 
     def _chosen(self, group: Alike) -> Rule | None:
         try:

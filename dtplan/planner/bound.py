@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dtplan.plan.spec import Layout
 from dtplan.planner.stored import Stored
-from dtplan.te.probe import Norm
+from dtplan.te.norm import Norm
 
 Op = Literal["keep", "copy", "reduce", "gather", "scatter", "gather_whole", "slice", "place"]
 SCHEMA_VERSION = 2
@@ -82,6 +82,14 @@ class BoundTensor:
             if copies > 1:
                 spans[copies] = (*spans.get(copies, ()), (self.placement.dim, start, size))
         return spans
+
+    def summed_elements(self, tp: int) -> dict[int, int]:
+        """Of how many elements of a rank's part the gradient is summed, by the number of ranks."""
+        own = math.prod(self.local_shape)
+        return {
+            ranks: sum(size * own // self.local_shape[dim] for dim, _, size in spans) if spans else own
+            for ranks, spans in self.summed(tp).items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,8 +60,11 @@ def _value(kind: Any, data: Any, where: str) -> Any:
         data = _layout(data, where)
     elif dataclasses.is_dataclass(kind):
         data = _record(kind, data, where)
-    elif origin is tuple and isinstance(data, list):
-        data = tuple(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    elif origin is tuple and isinstance(data, list) and (args[-1] is ... or len(args) == len(data)):
+        kinds = [args[0]] * len(data) if args[-1] is ... else args
+        data = tuple(
+            _value(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, data, strict=True))
+        )
     elif origin is Mapping and isinstance(data, dict):
         data = {key: _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
     elif origin in (Union, types.UnionType):

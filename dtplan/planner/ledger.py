@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, dtype_bytes
-from dtplan.planner.norms import sums_of
+from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, dtype_bytes
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Direction = Literal["forward", "backward"]
@@ -46,9 +45,12 @@ class Entry:
     direction: Direction
     count: int
     bytes: int
+    ranks: int | None = None
+    """Of a part of the axis: how many ranks it joins."""
 
     def wire_bytes(self, size: int) -> int:
         """Bytes that each rank of an axis of ``size`` ranks sends in all calls, with a ring."""
+        size = self.ranks or size
         share = (2 if self.kind == "all_reduce" else 1) * (size - 1) / size
         return int(self.count * self.bytes * share)
 
@@ -145,20 +147,23 @@ def move_entries(bound: BoundPlan, module: BoundModule, move: BoundMove, tokens:
 
 
 def _norms(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
-    """Norms over a dim that is cut: a number a token, in float32."""
     for module in bound.modules:
-        if module.norm is not None:
-            directions: tuple[Direction, ...] = ("forward", "backward")
-            for direction in directions:
-                yield Entry(
-                    layer=layer_of(bound, module),
-                    cause=module.pattern,
-                    kind="all_reduce",
-                    axis="tp",
-                    direction=direction,
-                    count=len(module.names) * sums_of(module.norm),
-                    bytes=4 * tokens,
-                )
+        yield from norm_entries(bound, module, tokens)
+
+
+def norm_entries(bound: BoundPlan, module: BoundModule, tokens: int) -> Iterator[Entry]:
+    """The collectives of a norm over a dim that is cut: a number a token, in float32."""
+    directions: tuple[Direction, ...] = () if module.norm is None else ("forward", "backward")
+    for direction in directions:
+        yield Entry(
+            layer=layer_of(bound, module),
+            cause=module.pattern,
+            kind="all_reduce",
+            axis="tp",
+            direction=direction,
+            count=len(module.names) * (0 if module.norm is None else module.norm.means),
+            bytes=4 * tokens,
+        )
 
 
 def _features(bound: BoundPlan, move: BoundMove) -> int:
@@ -166,39 +171,32 @@ def _features(bound: BoundPlan, move: BoundMove) -> int:
 
 
 def _grad_sums(bound: BoundPlan, *, by_unit: bool) -> list[Entry]:
-    """Whole parameters with partial gradients: one all-reduce for all of them, or one a layer."""
-    sizes: dict[str, tuple[int, int]] = {}
+    """What ranks share and see parts of the work of: one all-reduce for all that as many share, or one a layer.
+
+    Parts of matrices (kv heads) are summed layer by layer in any case.
+    """
+    sizes: dict[tuple[str, int], tuple[int, int]] = {}
     for module in bound.modules:
-        layer = layer_of(bound, module) if by_unit else OUTSIDE
-        size = sum(_summed(tensor, bound.tp) * dtype_bytes(tensor.dtype) for tensor in module.tensors)
-        if size:
-            before = sizes.get(layer, (0, 0))[1]
-            inside = by_unit and layer != OUTSIDE
-            sizes[layer] = (
-                len(module.names) if inside else 1,
-                before + size * (1 if inside else len(module.names)),
-            )
+        for tensor in module.tensors:
+            layer = layer_of(bound, module) if by_unit or tensor.shared else OUTSIDE
+            inside = layer != OUTSIDE
+            for ranks, elements in tensor.summed_elements(bound.tp).items():
+                size = elements * dtype_bytes(tensor.dtype) * (1 if inside else len(module.names))
+                before = sizes.get((layer, ranks), (0, 0))[1]
+                sizes[layer, ranks] = (len(module.names) if inside else 1, before + size)
     return [
         Entry(
             layer=layer,
-            cause="gradients of whole parameters",
+            cause="gradients of whole parameters" if ranks == bound.tp else f"gradients of what {ranks} ranks share",
             kind="all_reduce",
             axis="tp",
             direction="backward",
             count=count,
             bytes=size,
+            ranks=ranks,
         )
-        for layer, (count, size) in sizes.items()
+        for (layer, ranks), (count, size) in sizes.items()
     ]
-
-
-def _summed(tensor: BoundTensor, tp: int) -> int:
-    """Elements of a rank's gradient that are summed with those of other ranks."""
-    whole = math.prod(tensor.local_shape)
-    return sum(
-        sum(size * whole // tensor.local_shape[dim] for dim, _, size in spans) if spans else whole
-        for spans in tensor.summed(tp).values()
-    )
 
 
 def _loss(bound: BoundPlan, tokens: int) -> list[Entry]:
@@ -270,10 +268,10 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
         if layer == OUTSIDE:
             continue
         joined = any(module.shared is not None for module in modules)
-        rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise"}
+        rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise" and _is_cut(m)}
         regions = 1 if joined else len(rows)
         each = 2 if bound.sequence_parallel else 1
-        floor = regions * each + sum(sums_of(module.norm) for module in modules if module.norm is not None)
+        floor = regions * each + sum(module.norm.means for module in modules if module.norm is not None)
         number = max(len(module.names) for module in modules)
         ours = [e for e in entries if e.layer == layer and e.axis == "tp" and not e.cause.startswith("gradients")]
         forward, backward = (sum(e.count for e in ours if e.direction == d) // number for d in ("forward", "backward"))
@@ -286,6 +284,10 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
             floor_backward=floor,
             excess=tuple(_excess(modules)) if max(forward, backward) > floor else (),
         )
+
+
+def _is_cut(module: BoundModule) -> bool:
+    return any(tensor.placement.dim is not None for tensor in module.tensors)
 
 
 def _excess(modules: Iterable[BoundModule]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -17,10 +16,10 @@ def number_at(module: nn.Module, path: str) -> Any:
     return value
 
 
-def divide(module: nn.Module, parts: Mapping[str, int]) -> None:
-    """Divide each number by its parts. An object on the way, as the config that all modules share, is copied first."""
+def divide(module: nn.Module, paths: tuple[str, ...], parts: int) -> None:
+    """Divide each number by ``parts``. An object on the way, as the config that all modules share, is copied first."""
     copied: dict[str, Any] = {}
-    for path, number in parts.items():
+    for path in paths:
         *owners, name = path.split(".")
         owner: Any = module
         for depth, attribute in enumerate(owners):
@@ -29,4 +28,4 @@ def divide(module: nn.Module, parts: Mapping[str, int]) -> None:
                 copied[where] = copy.copy(getattr(owner, attribute))
                 setattr(owner, attribute, copied[where])
             owner = copied[where]
-        setattr(owner, name, getattr(owner, name) // number)
+        setattr(owner, name, getattr(owner, name) // parts)

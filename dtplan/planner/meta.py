@@ -74,6 +74,9 @@ def _built(config: Any, model: str, transformers: Any) -> nn.Module:
             raise ModelError(
                 f"{model}: no causal language model for a {type(config).__name__}: {_line(error)}"
             ) from None
+        except (AttributeError, TypeError, KeyError) as error:
+            kind = type(config).__name__
+            raise ModelError(f"{model}: {names[0] if names else kind} refuses the config: {_line(error)}") from None
     return built
 
 

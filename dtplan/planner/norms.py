@@ -9,12 +9,7 @@ from torch import Tensor, nn
 
 from dtplan.planner import collectives as coll
 from dtplan.planner.collectives import Group
-from dtplan.te.probe import Norm
-
-
-def sums_of(norm: Norm) -> int:
-    """All-reduces of one number a token that the norm makes each way."""
-    return 2 if norm.kind == "LayerNorm" else 1
+from dtplan.te.norm import Norm
 
 
 def norm_over_ranks(module: nn.Module, norm: Norm, group: Group, width: int) -> Callable[[Tensor], Tensor]:

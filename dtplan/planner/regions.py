@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dtplan.plan.spec import R, Rule
+from dtplan.plan.spec import RESIDUAL, R, Rule
 from dtplan.planner.bound import BoundUnit
 from dtplan.planner.placing import CUTS
 from dtplan.planner.units import is_whole
@@ -67,6 +67,11 @@ class Regions:
         beside = [rule for name, rule in self._rule_of.items() if parent_of(name) == parent and name != pattern]
         styles = {rule.style for rule in beside if rule is not None and not self.is_whole(rule)}
         return bool(parent) and {"colwise", "rowwise"} <= styles
+
+    def reads_stream(self, pattern: str) -> bool:
+        """Whether the module around is a block on the residual stream: norms may lie beside cut layers in it."""
+        rule = self._rule_of.get(pattern.rpartition(".")[0])
+        return rule is not None and any(move.dst == RESIDUAL for _, move in rule.inputs)
 
     def mixed(self) -> Iterator[tuple[str, Rule]]:
         """Regions in which some layers stay whole and others are cut, with a rule that stays whole."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # bound plans are read without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,11 @@ class Stored:
         starts = itertools.accumulate(sizes, initial=0)
         parts = zip(starts, sizes, copies or [1] * len(sizes), strict=False)
         return cls(dim=dim, tp=tp, parts=tuple(Part(source=name, start=a, size=b, copies=c) for a, b, c in parts))
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks keep the same rows."""
+        return any(part.copies > 1 for part in self.parts)
 
     @property
     def rows(self) -> int:
@@ -93,11 +99,15 @@ class Stored:
 
     def own(self, whole: Tensor, rank: int) -> Tensor:
         """What ``rank`` keeps of the only source."""
+        import torch
+
         runs = self.runs(rank * self.rows, (rank + 1) * self.rows)
         return torch.cat([whole.narrow(self.dim, run.start, run.size) for run in runs], self.dim)
 
     def join(self, sources: Mapping[str, Tensor]) -> Tensor:
         """The whole stored tensor; ``split`` undoes it."""
+        import torch
+
         return torch.cat([sources[run.source].narrow(self.dim, run.start, run.size) for run in self.runs()], self.dim)
 
     def _empty(self, like: Tensor, length: int) -> Tensor:

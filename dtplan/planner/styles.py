@@ -122,7 +122,9 @@ class Sharded(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for tensor in self.bound.tensors:
             self._distribute(module, tensor)
-        divide(module, dict.fromkeys(self.bound.localize, self.tp.group.size) | dict(self.bound.per_unit))
+        divide(module, self.bound.localize, self.tp.group.size)
+        for name, shared in self.bound.per_unit:
+            divide(module, (name,), shared)
         wrap(module, self.bound, self.name, self.tp)
         return module
 
@@ -266,14 +268,11 @@ def with_outputs(inner: Forward, bound: BoundModule, tp: Tp) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = inner(*args, **kwargs)
         for move in moves:
-            if move.value is None:
-                out = moved(out, move, tp, bound.pattern)
+            if isinstance(out, tuple):
+                i = move.value or 0
+                out = (*out[:i], moved(out[i], move, tp, bound.pattern), *out[i + 1 :])
             else:
-                out = (
-                    *out[: move.value],
-                    moved(out[move.value], move, tp, bound.pattern),
-                    *out[move.value + 1 :],
-                )
+                out = moved(out, move, tp, bound.pattern)
         return out
 
     return forward

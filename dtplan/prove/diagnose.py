@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -263,7 +264,8 @@ class _Case:
     def _wrong_grad(self, name: str, found: Held) -> Cause:
         module, tensor = self.tensors[name]
         ruled = name if rule_of(self.job.plan, self.job.model, name) else name.rpartition(".")[0]
-        wanted = {PARTIAL: "sum", DISAGREE: "sum", TIMES: "complete"}.get(found.kind)
+        words: dict[str, Literal["sum", "complete"]] = {PARTIAL: "sum", DISAGREE: "sum", TIMES: "complete"}
+        wanted = words.get(found.kind)
         edits = (gradient(ruled, wanted),) if wanted else ()
         advice = {
             PARTIAL: "write `grad: sum` in its rule",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -68,7 +68,7 @@ def gradient(name: str, kind: str) -> Edit:
     return _setting(name, f"grad: {kind}", grad=kind)
 
 
-def section_gradient(name: str, kind: str) -> Edit:
+def section_gradient(name: str, kind: Literal["sum", "complete"]) -> Edit:
     """The gradient of the sections that stay whole is a ``sum``, or ``complete``."""
 
     def write(rule: Rule) -> Rule:

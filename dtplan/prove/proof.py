@@ -20,6 +20,7 @@ from dtplan.plan.spec import Plan
 from dtplan.planner.bind import find_plan
 from dtplan.planner.meta import meta_model
 from dtplan.prove.diagnose import diagnose
+from dtplan.prove.edits import Edit
 from dtplan.prove.oracle import BOUND, Outcome, outcome
 from dtplan.prove.pool import GlooPool, Kept
 from dtplan.prove.ranks import STEPPED, STEPS, Job, bound_plan, errors_on_rank, train
@@ -42,6 +43,7 @@ from dtplan.prove.walk import Walk
 Switch = Literal["off", "on", "both"]
 Ranks = GlooPool | Kept
 OnLeg = Callable[[LegResult | None, int], None]
+OnRepair = Callable[[tuple[Edit, ...]], None]
 _ROWS = 4
 _LENGTH = 16
 _ZERO = 1e-13
@@ -61,6 +63,7 @@ def prove(
     batch: tuple[int, int] | None = None,
     shrink_failure: bool = True,
     on_leg: OnLeg = lambda _result, _legs: None,
+    on_repair: OnRepair = lambda _edits: None,
 ) -> Proof:
     """Compare the sharded with the unsharded model at every degree of ``tp``; see ``docs/prove.md``.
 
@@ -76,6 +79,7 @@ def prove(
         batch: rows and tokens of each; 4 x 16 or a few more.
         shrink_failure: look for the smallest config on which a refuted plan still fails, which takes a few seconds.
         on_leg: called with None and the number of legs, then with every leg's result.
+        on_repair: called with edits of the plan that were run on a refuted leg, and with which it was proved.
 
     Raises:
         CannotProveError: the proof cannot be run: torch is too old, or the model needs other inputs than tokens.
@@ -99,6 +103,7 @@ def prove(
         choices=choices,
         batch=tokens,
         on_leg=on_leg,
+        on_repair=on_repair,
     )
     if sizes or batch or not shrink_failure:
         return proof
@@ -185,6 +190,7 @@ def prove_model(
     explain: bool = True,
     pool: Ranks | None = None,
     on_leg: OnLeg = lambda _result, _legs: None,
+    on_repair: OnRepair = lambda _edits: None,
 ) -> Proof:
     """The legs of a model that ``make`` builds: float64, live, every parameter random.
 
@@ -197,6 +203,8 @@ def prove_model(
     for leg in legs:
         results.append(_run(dataclasses.replace(job, leg=leg), repairs, pool))
         on_leg(results[-1], len(legs))
+    for repair in dict.fromkeys(repairs.proved if repairs else ()):
+        on_repair(repair)
     rows, length = next(iter(job.batch.values())).shape[:2]
     return Proof(
         plan=given,

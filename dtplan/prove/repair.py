@@ -51,6 +51,8 @@ class Repairs:
     def __init__(self, truth: Walk) -> None:
         self._truth = truth
         self._known: dict[tuple[str, str], Edits] = {}
+        self.proved: list[Edits] = []
+        """Each with which a leg was proved."""
 
     def findings(self, job: Job, bound: BoundPlan, error: Exception | None = None) -> tuple[Finding, ...]:
         """Why the leg failed, and what a run with the advice gave."""
@@ -70,6 +72,7 @@ class Repairs:
         best = bench.best(first, (wanted for wanted in dict.fromkeys(tries) if wanted))
         self._known.setdefault(key, best.edits if best else ())
         if best is not None:
+            self.proved += [best.edits] * (best.then is None)
             return tuple(bench.told(causes, best))
         if bench.ran:
             what = "this or another layout" if first.edits in bench.ran else "another layout"

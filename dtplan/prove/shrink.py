@@ -47,7 +47,7 @@ class Choice:
 
 
 LEAST_VOCABULARY = 64
-COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts")
 WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _OTHER_NAMES = {"num_key_value_heads": ("num_kv_heads", "n_kv_heads")}
 """Names that some classes have instead, without saying so in their attribute map."""

@@ -5,14 +5,12 @@ Modules are matched by their names, whatever rules they stand under. Names, dige
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterable, Iterator
 
-from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor, dtype_bytes
-from dtplan.planner.ledger import OUTSIDE, layer_of, ledger, move_entries
+from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTensor
+from dtplan.planner.ledger import ledger
 from dtplan.report.diff import Diff, Difference, Effect, by_item, by_key, by_te, folded, others, word
+from dtplan.report.diff_effects import Pair, Side, all_effects, move_effects, named_moves, norm_effects, tensor_effects
 from dtplan.report.diff_totals import totals
 from dtplan.report.words import spelled
 
@@ -22,7 +20,7 @@ _FROM = {"copy": "R", "slice": "R", "reduce": "P", "scatter": "P"}
 _TOLD: dict[type, tuple[str, ...]] = {
     BoundModule: (
         *("pattern", "names", "rule"),  # do not count
-        *("kind", "style", "tensors", "inputs", "outputs", "block", "shared", "localize", "later"),
+        *("kind", "style", "tensors", "inputs", "outputs", "block", "shared", "localize", "norm"),
     ),
     BoundTensor: (
         *("name", "shape", "dtype", "placement", "local_shape", "sections", "unit", "grad", "once"),
@@ -37,7 +35,7 @@ def diff_bound(
     before: BoundPlan, after: BoundPlan, *, batch: int = 1, sequence: int = 4096, dtype: str = "bfloat16"
 ) -> Diff:
     """Every difference between two bound plans; costs are those of a step on ``batch`` x ``sequence`` tokens."""
-    sides = [_Side(bound, batch * sequence * dtype_bytes(dtype)) for bound in (before, after)]
+    sides = [Side(bound, batch * sequence, dtype) for bound in (before, after)]
     found = [*_settings(before, after), *_modules(*sides), *_rest(before, after)]
     books = [ledger(bound, batch=batch, sequence=sequence, dtype=dtype) for bound in (before, after)]
     notes = []
@@ -96,45 +94,7 @@ def _rest(before: BoundPlan, after: BoundPlan) -> Iterator[Difference]:
 # --- modules
 
 
-class _Side:
-    """One of the two bound plans, by module name."""
-
-    def __init__(self, bound: BoundPlan, tokens: int) -> None:
-        self.bound, self.tokens = bound, tokens
-        self.entries = {name: module for module in bound.modules for name in module.names}
-
-    def move_costs(self, module: BoundModule, move: BoundMove | None, names: int) -> Mapping[_Call, tuple[int, int]]:
-        """(axis, direction, kind) -> calls and wire bytes of ``move`` in ``names`` modules like ``module``."""
-        if move is None or self.bound.tp == 1:
-            return {}
-        costs = {}
-        for entry in move_entries(self.bound, module, move, self.tokens):
-            sent = entry.wire_bytes(self.bound.degrees[entry.axis]) * names // entry.count
-            costs[_Call(entry.axis, entry.direction, entry.kind)] = (names, sent)
-        return costs
-
-    def kept_bytes(self, tensor: BoundTensor | None, names: int) -> int:
-        """Bytes of parameters that rank 0 keeps of ``names`` such tensors."""
-        if tensor is None or tensor.buffer or tensor.tied_to is not None:
-            return 0
-        return names * math.prod(self.bound.shard_shape(tensor)) * dtype_bytes(tensor.dtype)
-
-    def summed_bytes(self, tensor: BoundTensor | None, names: int) -> int:
-        """Bytes that a rank sends to sum the gradients of ``names`` such tensors."""
-        if tensor is None or tensor.grad != "sum" or not tensor.trainable or self.bound.tp == 1:
-            return 0
-        tp = self.bound.tp
-        return int(names * math.prod(tensor.shape) * dtype_bytes(tensor.dtype) * 2 * (tp - 1) / tp)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    axis: str
-    direction: str
-    kind: str
-
-
-def _modules(before: _Side, after: _Side) -> Iterator[Difference]:
+def _modules(before: Side, after: Side) -> Iterator[Difference]:
     repeated = _repeats(before, after)
     yield from {one.path: one for one in repeated.values()}.values()
     pairs: dict[tuple[int, int], list[str]] = {}
@@ -145,10 +105,10 @@ def _modules(before: _Side, after: _Side) -> Iterator[Difference]:
         pairs.setdefault((id(one), id(other)), []).append(name)
     for names in pairs.values():
         one, other = before.entries.get(names[0]), after.entries.get(names[0])
-        yield from _module(_Pair(names, before, one, after, other))
+        yield from _module(Pair(names, before, one, after, other))
 
 
-def _repeats(before: _Side, after: _Side) -> dict[str, Difference]:
+def _repeats(before: Side, after: Side) -> dict[str, Difference]:
     """Heads of names that one side alone has since a repeated module has more copies there, as one difference."""
     one, other = before.entries.keys(), after.entries.keys()
     patterns = {m.pattern for m in before.bound.modules} & {m.pattern for m in after.bound.modules}
@@ -172,40 +132,15 @@ def _under(name: str, pattern: str) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Modules that are alike on both sides, and what either side does to them."""
-
-    names: list[str]
-    before: _Side
-    one: BoundModule | None
-    after: _Side
-    other: BoundModule | None
-
-    @property
-    def label(self) -> str:
-        for module in (self.one, self.other):
-            if module is not None and set(module.names) == set(self.names):
-                return module.pattern or "."
-        return spelled(self.names)
-
-    @property
-    def layers(self) -> int:
-        """The number of layers that the modules lie in; 1 outside of them."""
-        for side, module in ((self.after, self.other), (self.before, self.one)):
-            if module is not None and layer_of(side.bound, module) != OUTSIDE:
-                return len(self.names)
-        return 1
-
-
-def _module(pair: _Pair) -> Iterator[Difference]:
+def _module(pair: Pair) -> Iterator[Difference]:
     one, other = pair.one, pair.other
     if one is None or other is None:
         told = [None if m is None else _summary(m, side.bound) for m, side in ((one, pair.before), (other, pair.after))]
-        effects = [*_all_move_effects(pair), *_all_tensor_effects(pair)]
-        yield Difference(path=pair.label, what="module", before=told[0], after=told[1], effects=tuple(effects))
+        effects = tuple(all_effects(pair))
+        yield Difference(path=pair.label, what="module", before=told[0], after=told[1], effects=effects)
         return
-    yield from by_key(pair.label, _facts(one), _facts(other))
+    found = list(by_key(pair.label, _facts(one), _facts(other)))
+    yield from _with_effects(found, norm_effects(pair))
     yield from _tensors(pair, one, other)
     yield from _moves(pair, one, other)
 
@@ -216,7 +151,7 @@ def _facts(module: BoundModule) -> Words:
         "style": module.style or "none",
         "parallel residual": module.block,
         "localize": ", ".join(sorted(module.localize)) or None,
-        "not applied yet": ", ".join(module.later) or None,
+        "norm over ranks": None if module.norm is None else f"{module.norm.kind}, eps {module.norm.eps}",
         **others(module, _TOLD[BoundModule]),
     }
 
@@ -224,14 +159,14 @@ def _facts(module: BoundModule) -> Words:
 def _summary(module: BoundModule, bound: BoundPlan) -> str:
     parts = [module.style or "none"]
     parts += [f"{tensor.name} {_placement(tensor)}" for tensor in module.tensors]
-    parts += [f"{what} {_layout(move, bound)}" for what, move in _named_moves(module).items() if _acts(move)]
+    parts += [f"{what} {_layout(move, bound)}" for what, move in named_moves(module).items() if _acts(move)]
     return ", ".join(parts)
 
 
 # --- tensors
 
 
-def _tensors(pair: _Pair, one: BoundModule, other: BoundModule) -> Iterator[Difference]:
+def _tensors(pair: Pair, one: BoundModule, other: BoundModule) -> Iterator[Difference]:
     sides = [{t.name: t for t in module.tensors} for module in (one, other)]
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         a, b = sides[0].get(name), sides[1].get(name)
@@ -239,7 +174,7 @@ def _tensors(pair: _Pair, one: BoundModule, other: BoundModule) -> Iterator[Diff
         if a is not None and b is not None and words[0] == words[1] and pair.before.bound.tp == pair.after.bound.tp:
             words = [{"on rank 0": _dims(t.local_shape)} for t in (a, b)]
         found = list(by_key(pair.label, *({f"{name} {key}".strip(): v for key, v in w.items()} for w in words)))
-        yield from _with_effects(found, _tensor_effects(pair, a, b))
+        yield from _with_effects(found, tensor_effects(pair, a, b))
 
 
 def _tensor_words(tensor: BoundTensor | None) -> Words:
@@ -267,26 +202,11 @@ def _dims(shape: Iterable[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def _tensor_effects(pair: _Pair, one: BoundTensor | None, other: BoundTensor | None) -> list[Effect]:
-    number = len(pair.names)
-    kept = pair.after.kept_bytes(other, number) - pair.before.kept_bytes(one, number)
-    summed = pair.after.summed_bytes(other, number) - pair.before.summed_bytes(one, number)
-    effects = [Effect(what="parameters", bytes=kept)] if kept else []
-    return effects + ([Effect(what="gradient sum", axis="tp", direction="backward", bytes=summed)] if summed else [])
-
-
-def _all_tensor_effects(pair: _Pair) -> Iterator[Effect]:
-    for tensor in () if pair.one is None else pair.one.tensors:
-        yield from _tensor_effects(pair, tensor, None)
-    for tensor in () if pair.other is None else pair.other.tensors:
-        yield from _tensor_effects(pair, None, tensor)
-
-
 # --- moves
 
 
-def _moves(pair: _Pair, one: BoundModule, other: BoundModule) -> Iterator[Difference]:
-    sides = [_named_moves(module) for module in (one, other)]
+def _moves(pair: Pair, one: BoundModule, other: BoundModule) -> Iterator[Difference]:
+    sides = [named_moves(module) for module in (one, other)]
     for what in dict.fromkeys([*sides[0], *sides[1]]):
         a, b = sides[0].get(what), sides[1].get(what)
         words = [
@@ -295,15 +215,7 @@ def _moves(pair: _Pair, one: BoundModule, other: BoundModule) -> Iterator[Differ
         if words[0] is not None or words[1] is not None:
             words = [word or "as it is" for word in words]
         found = list(by_key(pair.label, {what: words[0]}, {what: words[1]}))
-        yield from _with_effects(found, _move_effects(pair, a, b))
-
-
-def _named_moves(module: BoundModule) -> dict[str, BoundMove]:
-    """What the moves are called -> the moves."""
-    named = {"input" if move.value in (0, None) else f"input {move.name}": move for move in module.inputs}
-    if module.shared is not None:
-        named["input of the norms"] = module.shared
-    return named | {"output" if move.value is None else f"output {move.value}": move for move in module.outputs}
+        yield from _with_effects(found, move_effects(pair, a, b))
 
 
 def _acts(move: BoundMove | None) -> bool:
@@ -323,36 +235,6 @@ def _layout(move: BoundMove | None, bound: BoundPlan) -> str:
     op = "" if move.op == "keep" else f" ({move.op}{src}{inside})"
     rest = "".join(f", {key}: {value}" for key, value in others(move, _TOLD[BoundMove]).items())
     return f"{name}{units}{op}{after}{rest}"
-
-
-def _move_effects(pair: _Pair, one: BoundMove | None, other: BoundMove | None) -> list[Effect]:
-    number = len(pair.names)
-    costs = [
-        side.move_costs(cast("BoundModule", module), move, number)
-        for side, module, move in ((pair.before, pair.one, one), (pair.after, pair.other, other))
-    ]
-    effects = []
-    for call in dict.fromkeys([*costs[0], *costs[1]]):
-        (calls, sent), (calls_, sent_) = (cost.get(call, (0, 0)) for cost in costs)
-        if (calls, sent) != (calls_, sent_):
-            effects.append(
-                Effect(
-                    what=call.kind,  # type: ignore[arg-type]
-                    axis=call.axis,
-                    direction=call.direction,
-                    calls=calls_ - calls,
-                    layers=pair.layers,
-                    bytes=sent_ - sent,
-                )
-            )
-    return effects
-
-
-def _all_move_effects(pair: _Pair) -> Iterator[Effect]:
-    for move in () if pair.one is None else _named_moves(pair.one).values():
-        yield from _move_effects(pair, move, None)
-    for move in () if pair.other is None else _named_moves(pair.other).values():
-        yield from _move_effects(pair, None, move)
 
 
 def _with_effects(found: list[Difference], effects: list[Effect]) -> Iterator[Difference]:

@@ -20,11 +20,8 @@ Said = dict[str, str]
 def diff_plans(before: Plan, after: Plan) -> Diff:
     """Every difference in meaning between two plans."""
     found = [*_heads(before, after), *_all_rules(before, after), *_tails(before, after)]
-    names = [before.files[0], after.files[0]]
-    titles = [
-        f"{p.name} ({file})" if file != f"{p.name}.yaml" else p.name
-        for p, file in zip((before, after), names, strict=True)
-    ]
+    alike = before.name == after.name
+    titles = [f"{plan.name} ({plan.files[0]})" if alike else plan.name for plan in (before, after)]
     return Diff(before=f"plan {titles[0]}", after=f"plan {titles[1]}", differences=folded(found))
 
 
@@ -123,6 +120,7 @@ class _Saying:
             "input": self._moves(self._inputs(), first=0, side="input"),
             "output": self._moves(self._outputs(), first=None, side="output"),
             "localize": tuple(sorted(rule.localize)) or None,
+            "localize_per": _flow_mapping(dict(rule.localize_per)) if rule.localize_per else None,
             "reads": tuple(sorted(rule.reads)) or None,
         }
         told = {key: word(value) for key, value in said.items() if value is not None}

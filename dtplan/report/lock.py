@@ -117,8 +117,8 @@ def read_lock(path: str | Path) -> Lock:
             raise LockError(f"{path}: no lock: `{key}` is missing or of the wrong kind")
     try:
         whole = _whole(data["bound"], str(path))
-    except ValueError as error:
-        raise LockError(f"{path}: no lock: names that cannot be read: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise LockError(f"{path}: no lock: names or numbers that cannot be read: {error}") from None
     return Lock(plan=data["plan"], config=data["config"], bound=bound_from_json(whole, str(path)))
 
 
@@ -139,7 +139,7 @@ def _brief(value: Any, key: str = "") -> Any:
         return str(value)
     if dataclasses.is_dataclass(value):
         own = {field: getattr(value, field.name) for field in dataclasses.fields(value) if field.name != "rule"}
-        return {f.name: _brief(item, f.name) for f, item in own.items() if item not in (f.default, ())}
+        return {f.name: _brief(item, f.name) for f, item in own.items() if item != f.default}
     if isinstance(value, Mapping):
         return {name: _brief(item) for name, item in value.items()}
     return [_brief(item) for item in value] if isinstance(value, tuple) else value
@@ -147,13 +147,13 @@ def _brief(value: Any, key: str = "") -> Any:
 
 def _whole(bound: Mapping[str, Any], path: str) -> dict[str, Any]:
     """What ``_brief`` took out and ``bound_from_json`` asks for; the place of every rule is the lock."""
-    data = {"schema_version": BOUND_VERSION, "modules": [], "ties": [], "units": [], "fsdp_units": []}
-    data |= {key: _lengthened(key, value) for key, value in bound.items()}
+    empty: dict[str, Any] = {key: [] for key in ("modules", "ties", "units", "fsdp_units")}
+    data = {"schema_version": BOUND_VERSION, **empty} | {key: _lengthened(key, value) for key, value in bound.items()}
     for entry in (*_entries(data, "modules"), *_entries(data, "te")):
-        entry.setdefault("names", [])
         entry["rule"] = path
+        entry.setdefault("names", [])
     for entry in _entries(data, "units"):
-        entry["allows"] = [int(number) if number.isdigit() else number for number in entry.get("allows", [])]
+        entry["allows"] = [int(number) for number in entry["allows"]]
     return data
 
 

@@ -83,7 +83,7 @@ def _shared(module: BoundModule) -> tuple[BoundMove, ...]:
 def _tensor(tensor: BoundTensor) -> str:
     shape = f"{_dims(tensor.shape)} {tensor.placement}"
     parts = [f"{tensor.name} {shape} -> {_dims(tensor.local_shape)}"]
-    parts += [f"a part on {max(tensor.copies)} ranks each"] * tensor.shared
+    parts += [f"in part on {max(tensor.copies)} ranks each"] if tensor.shared else []
     parts += ["grad summed"] * (tensor.grad == "sum") + ["added once"] * tensor.once
     parts += ["buffer"] * tensor.buffer + ["frozen"] * (not tensor.trainable and not tensor.buffer)
     parts += [f"tied to {tensor.tied_to}"] if tensor.tied_to else []

@@ -14,7 +14,8 @@ from torch import nn
 from dtplan.plan.spec import R, S
 from dtplan.planner.bound import BoundModule, BoundMove, BoundPlan, BoundTe, BoundTensor
 from dtplan.te.fused import Choice, Fused, FusedTensor, Kept
-from dtplan.te.probe import GATED, Norm, mlp_computes, norm_of
+from dtplan.te.norm import Norm
+from dtplan.te.probe import GATED, mlp_computes, norm_of
 
 _FP8_MULTIPLE = 16
 
@@ -207,6 +208,8 @@ class _Chooser:
         weight = next(t for t in module.tensors if t.name == "weight")
         if weight.placement != S(cut):
             raise _Unfit(f"{_leaf(name)} is {weight.placement}, not {S(cut)}")
+        if weight.shared:
+            raise _Unfit(f"{_leaf(name)} has heads that several ranks keep")
         if weight.sections:
             raise _Unfit(f"{_leaf(name)} is cut in sections")
         if weight.shape[cut] % self.bound.tp:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtplan.planner.bound import BoundMove, BoundTensor
-from dtplan.te.probe import Norm
+from dtplan.te.norm import Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dtplan.te.norm import Norm
 
 _NORM_BOUND = 1e-4
 """Norms of transformers compute in float32; another formula or another eps is off by far more at these inputs."""
@@ -29,17 +30,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 """Activations by TransformerEngine's names, as it computes them."""
 GATED: Mapping[str, str] = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu"}
 """Gated forms: the activation of one half times the other."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
-    """A norm over the last dim."""
-
-    kind: Literal["RMSNorm", "LayerNorm"]
-    eps: float
-    zero_centered: bool
-    """The weight is added to 1."""
-    bias: bool
 
 
 def norm_of(module: nn.Module) -> Norm | None:

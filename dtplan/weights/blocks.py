@@ -44,6 +44,7 @@ def blocks(name: str, tensor: Tensor, stored: Stored | None = None) -> list[Bloc
         return [Block(source=name, shape=tuple(tensor.shape), slices=kept, local=local)]
     shapes = source_shapes(name, tensor, stored)
     dim, first = stored.dim, kept[stored.dim].start
+    runs = stored.runs(first, kept[dim].stop)
     return [
         Block(
             source=run.source,
@@ -51,7 +52,7 @@ def blocks(name: str, tensor: Tensor, stored: Stored | None = None) -> list[Bloc
             slices=(*kept[:dim], slice(run.start, run.start + run.size), *kept[dim + 1 :]),
             local=local.narrow(dim, run.at - first, run.size),
         )
-        for run in _joined(stored.runs(first, kept[dim].stop))
+        for run in (runs if stored.shared else _joined(runs))  # ranks that share a part have the same blocks of it
     ]
 
 

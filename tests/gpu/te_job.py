@@ -100,6 +100,10 @@ def cases() -> Iterator[tuple[str, dict[str, Any], dict[str, int]]]:
     yield "llama", {"fp8": "delayed", "activation_checkpointing": True}, {"tp": world}
     yield "llama", {"fp8": "current", "activation_checkpointing": True}, {"tp": world}
     yield "llama", {"mixed_precision": "bf16"}, {"shard": world, "tp": 1}
+    if world >= 4:
+        for axes in ({"shard": 2, "tp": world // 2}, {"replicate": 2, "shard": world // 4, "tp": 2}):
+            yield "llama", {"mixed_precision": "bf16", "sequence_parallel": True}, axes
+            yield "llama", {"mixed_precision": "bf16", "fp8": "delayed"}, axes
     if world > 1:
         for name in ("llama", "neox, sequential"):
             yield name, {"sequence_parallel": True, "loss_parallel": True, "overlap_tokens": 512}, {"tp": world}

@@ -158,9 +158,6 @@ def _warnings(bound: BoundPlan, book: Ledger, mesh: Mesh, proof: ProofView | Non
         yield "A tp group spans hosts: its collectives leave the fast links inside a host"
     if bound.tp > 1 and bound.sharded_share() < 0.9:
         yield f"tp cuts only {percent(bound.sharded_share())} of the parameters; every rank holds all of the rest"
-    for module in bound.modules:
-        if module.later:
-            yield f"{module.pattern}: not applied yet: {', '.join(module.later)}"
     for unit in bound.units:
         if bound.tp > 1 and unit.count % bound.tp:
             then = "rank 0 holds more than the last rank" if unit.indivisible == "uneven" else unit.indivisible

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,28 +50,26 @@ def glyph(tensor: BoundTensor, tp: int, *, largest: int, pixels: float) -> Glyph
     if tensor.placement.word != "S" or dim is None:
         return Glyph(width=wide, height=high, slices=())
     dim = dim % len(shape)
-    if stack > 1 and dim < len(shape) - 2:
-        return Glyph(width=wide, height=high, slices=tuple(_cut(0, 0, wide, high, tp, (1,), down=True)))
+    sections = list(zip(tensor.sections or (1,), tensor.copies or itertools.repeat(1), strict=False))
+    if stack > 1 and dim < len(shape) - 2:  # the stack itself is cut
+        return Glyph(width=wide, height=high, slices=tuple(_cut(0, wide, high, tp, [(1, 1)], down=True)))
     down = dim == len(shape) - 2 if stack > 1 else dim == 0
-    parts = tuple(
-        piece
-        for number in range(stack)
-        for piece in _cut(0, number * each, wide, each, tp, tensor.sections or (1,), down=down)
-    )
-    return Glyph(width=wide, height=high, slices=parts)
+    parts = [piece for n in range(stack) for piece in _cut(n * each, wide, each, tp, sections, down=down)]
+    return Glyph(width=wide, height=high, slices=tuple(parts))
 
 
 def _cut(
-    x: float, y: float, width: float, height: float, tp: int, sections: tuple[int, ...], *, down: bool
+    y: float, width: float, height: float, tp: int, sections: list[tuple[int, int]], *, down: bool
 ) -> Iterator[Slice]:
-    """Every section cut into ``tp`` parts; of many, those of rank 0 alone."""
-    start, long = 0.0, height if down else width
-    for section in sections:
-        part = long * section / sum(sections)
+    """Every section cut over the ranks, or over groups of ``copies`` that hold the same; of many, rank 0's alone."""
+    start, long, total = 0.0, height if down else width, sum(rows for rows, _ in sections)
+    for rows, copies in sections:
+        part = long * rows / total
         for rank in range(tp if tp <= MAX_SLICES else 1):
-            at, thick = round(start + part * rank / tp, 2), round(part / tp, 2)
+            thick = part * copies / tp
+            at, thin = round(start + rank // copies * thick, 2), round(thick, 2)
             if down:
-                yield Slice(x=x, y=round(y + at, 2), width=width, height=thick, tp=rank)
+                yield Slice(x=0, y=round(y + at, 2), width=width, height=thin, tp=rank)
             else:
-                yield Slice(x=round(x + at, 2), y=y, width=thick, height=round(height, 2), tp=rank)
+                yield Slice(x=at, y=y, width=thin, height=round(height, 2), tp=rank)
         start += part

@@ -34,6 +34,8 @@ class Branch:
     name: str
     enter: tuple[MoveView, ...]
     first: tuple[Matrix, ...]
+    between: tuple[MoveView, ...]
+    """What norms over cut dims send."""
     second: tuple[Matrix, ...]
     leave: tuple[MoveView, ...]
 
@@ -122,11 +124,16 @@ def _branch(row: Row, region: Row, tp: int, largest: int, moves: MovesOf) -> Bra
         )
         last = tensor.placement.word == "S" and tensor.placement.dim in (len(tensor.shape) - 1, -1)
         (second if style == "rowwise" or (style is None and last) else first).append(matrix)
-    leave = [move for each in row.walk() if each is not row for move in _costly(moves(each), "out")]
-    if row is region:
-        return Branch(name="", enter=(), first=tuple(first), second=tuple(second), leave=tuple(leave))
-    enter, leave = tuple(_costly(moves(row), "in")), [*leave, *_costly(moves(row), "out")]
-    return Branch(name=row.label, enter=enter, first=tuple(first), second=tuple(second), leave=tuple(leave))
+    inner = [each for each in row.walk() if each is not row]
+    leave = [move for each in inner for move in _costly(moves(each), "out")]
+    return Branch(
+        name="" if row is region else row.label,
+        enter=() if row is region else tuple(_costly(moves(row), "in")),
+        first=tuple(first),
+        between=tuple(move for each in inner for move in _costly(moves(each), "inside")),
+        second=tuple(second),
+        leave=tuple(leave if row is region else [*leave, *_costly(moves(row), "out")]),
+    )
 
 
 def _below(owner: Row, tensor: BoundTensor) -> str:

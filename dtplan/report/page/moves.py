@@ -16,7 +16,7 @@ class MoveView:
     """A change of layout: what it costs forward and backward, and how large a call is (bytes of the whole)."""
 
     side: str
-    """`in` or `out`."""
+    """`in`, `out`, or `inside` the module."""
     what: str
     """Which argument or returned value; empty for the only one."""
     op: str
@@ -42,6 +42,26 @@ def moves_of(bound: BoundPlan, book: Ledger, module: BoundModule | None) -> Iter
     for side, moves in (("in", (*module.inputs, *shared)), ("out", module.outputs)):
         for move in moves:
             yield _view(bound, book, module, side, move)
+    if module.norm is not None and bound.tp > 1:
+        yield _sum(book, module)
+
+
+def _sum(book: Ledger, module: BoundModule) -> MoveView:
+    """What a norm over a dim that is cut sends: sums over the whole dim."""
+    sizes = [entry.bytes for entry in book.entries if entry.cause == module.pattern and entry.kind == "all_reduce"]
+    word = WORDS["all_reduce"]
+    return MoveView(
+        side="inside",
+        what=module.pattern.rpartition(".")[2],
+        op="norm",
+        src="S(-1)",
+        dst="S(-1)",
+        forward=word,
+        backward=word,
+        bytes=min(sizes, default=0),
+        global_shape=False,
+        inside=False,
+    )
 
 
 def _view(bound: BoundPlan, book: Ledger, module: BoundModule, side: str, move: BoundMove) -> MoveView:

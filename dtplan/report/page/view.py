@@ -174,6 +174,7 @@ def _style(row: Row) -> str:
 def _tensor(bound: BoundPlan, tensor: BoundTensor) -> TensorView:
     notes = ["gradient summed over tp"] * (tensor.grad == "sum") + ["added by one rank"] * tensor.once
     notes += ["buffer"] * tensor.buffer + ["frozen"] * (not tensor.trainable and not tensor.buffer)
+    notes += [f"the same rows on {max(tensor.copies)} ranks each"] if tensor.shared else []
     notes += [f"tied to {tensor.tied_to}"] if tensor.tied_to else []
     notes += [f"parts of {', '.join(map(str, tensor.sections))}, each cut"] if tensor.sections else []
     return TensorView(
