@@ -137,7 +137,7 @@ def parameters_of(bound: BoundPlan) -> Iterator[tuple[BoundTensor, int]]:
 
 
 def whole_modules(model: nn.Module) -> tuple[BoundModule, ...]:
-    """What a bound plan would have of a model without a plan: all of it whole, a tied parameter under its first name."""
+    """What a bound plan would have of a model without a plan: all of it whole, ties under their first names."""
     first: dict[int, str] = {}
     found = []
     for name, module in model.named_modules():
