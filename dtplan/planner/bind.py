@@ -207,7 +207,7 @@ class _Binder:
         tensors = named_tensors(group.module)
         if rule is None and not tensor_rules:
             return None
-        if rule is not None and rule.below and not tensors:
+        if rule is not None and rule.below and not (tensors or rule.inputs or rule.outputs):
             return None  # one of many modules below, with nothing to keep whole
         at = rule or tensor_rules[0]
         try:
@@ -365,7 +365,10 @@ class _Binder:
 
     def _chosen(self, group: Alike) -> Rule | None:
         try:
-            return chosen(group.rules)
+            found = chosen(group.rules)
+            if found is None or not found.below or paths.matches(found.path, tuple(group.names[0].split("."))):
+                return found
+            return dataclasses.replace(found, inputs=(), outputs=(), localize=(), localize_per=(), reads=())
         except PlacingError as error:
             self._add(error.code, group.rules[-1], f"{group.pattern}: {error}", error.hint)
             return group.rules[0]

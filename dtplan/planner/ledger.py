@@ -115,11 +115,13 @@ def ledger(
 
 def layer_of(bound: BoundPlan, module: BoundModule) -> str:
     """The pattern of the FSDP unit that a module lies in."""
-    for name in module.names[:1]:
-        for unit in bound.fsdp_units:
-            if name == unit or name.startswith(unit + "."):
-                return ".".join(_BETWEEN.split(module.pattern)[: unit.count(".") + 1])
-    return OUTSIDE
+    unit = _unit_of(bound, module.names[0]) if module.names else None
+    return OUTSIDE if unit is None else ".".join(_BETWEEN.split(module.pattern)[: unit.count(".") + 1])
+
+
+def _unit_of(bound: BoundPlan, name: str) -> str | None:
+    """The FSDP unit that a module lies in."""
+    return next((unit for unit in bound.fsdp_units if name == unit or name.startswith(unit + ".")), None)
 
 
 def _moves(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
@@ -272,7 +274,7 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
         regions = 1 if joined else len(rows)
         each = 2 if bound.sequence_parallel else 1
         floor = regions * each + sum(module.norm.means for module in modules if module.norm is not None)
-        number = max(len(module.names) for module in modules)
+        number = len({_unit_of(bound, name) for module in modules for name in module.names})
         ours = [e for e in entries if e.layer == layer and e.axis == "tp" and not e.cause.startswith("gradients")]
         forward, backward = (sum(e.count for e in ours if e.direction == d) // number for d in ("forward", "backward"))
         yield Floor(
