@@ -149,6 +149,11 @@ class Block:
             self._region(cutting, form)
         for owner in self._owners(cutting):
             self._owner(owner, cutting, form)
+        read = [owner for owner in self._owners(cutting) if owner != inside and not self.trace.times[owner]]
+        if read and inside:
+            known = self.rules.get(pattern_of(inside))
+            names = [owner.removeprefix(f"{inside}.") for owner in read]
+            self._put(inside, {"reads": names}, remark=known.remark if known else "")
         for owner, path in cutting.numbers or ():
             self._localize(f"{inside}.{owner}".strip("."), path)
         if cutting.per_unit is not None and (unit := self.units.shared(cutting.kv_units)):
@@ -206,7 +211,7 @@ class Block:
             self._last(owner, own, form)
         elif weight is not None and weight.kind == "cut" and owner in cutting.norms:
             self._put(owner, {"style": "sharded_norm", **self._units_of(weight)})
-        elif weight is not None and weight.kind == "cut" and self._is_styled(f"{owner}.weight", "colwise", weight.dim):
+        elif weight and weight.kind == "cut" and self._is_styled(f"{owner}.weight", "colwise", weight.dim):
             self._put(owner, {"style": "colwise", **self._like(f"{owner}.weight"), **self._units_of(weight)})
         elif own and all(one.kind == "whole" for one in own.values()) and owner != cutting.group.root:
             self._put(owner, {"style": "replicate", "grad": "sum"})
@@ -252,7 +257,10 @@ class Block:
 
     def _section(self, part: Part, parts: Sequence[Part]) -> Any:
         if not part.whole:
-            return self.units.of(part.count, part.rows) or {"unit": "todo"}
+            unit = self.units.of(part.count, part.rows) or "todo"
+            widths = {other.rows // other.count for other in parts if not other.whole}
+            field = self.units.width(unit, part.rows // part.count) if len(widths) > 1 else None
+            return {"unit": unit, "width": field} if field else unit
         width = next((other.rows // other.count for other in parts if not other.whole), part.rows)
         return {"count": max(1, part.rows // width), "whole": True, "grad": "sum"}
 

@@ -22,6 +22,7 @@ from dtplan.prove.edits import pattern_of
 from dtplan.prove.oracle import float64_casts, logits_of
 from dtplan.prove.shrink import CannotProveError
 
+_IDLE = "takes no part on tokens alone"
 _GLOBAL = {"to": "residual", "global_shape": True}
 
 
@@ -159,7 +160,12 @@ def _around(
     embedding, head = _input(model), _output(model)
     order = list(calls)
     first_block = order.index(f"{layers}.0")
+    idle = _idle(model, calls)
+    if not before:
+        yield from (RuleDraft(path=name, keys={"style": "replicate", "below": True}, remark=_IDLE) for name in idle)
     for name, module in _in_order(model, order):
+        if any(f"{name}.".startswith(f"{one}.") for one in idle):
+            continue
         if not tensors_of(module) or name.startswith(f"{layers}."):
             continue
         runs_before = name not in calls or order.index(name) < first_block
@@ -173,6 +179,18 @@ def _around(
             yield _embedding(name, module, units)
         else:
             yield _other(name, module, calls.get(name), small)
+
+
+def _idle(model: nn.Module, calls: dict[str, _Called]) -> list[str]:
+    """The outermost modules with several below, none of which ran: a tower for images."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        below = [f"{name}.{other}" for other, _ in module.named_modules() if other]
+        ran = any(one in calls for one in (name, *below))
+        in_another = any(name.startswith(f"{other}.") for other in found)
+        if name and len(below) > 1 and not ran and not in_another and list(module.parameters()):
+            found.append(name)
+    return found
 
 
 def _in_order(model: nn.Module, order: list[str]) -> list[tuple[str, nn.Module]]:
@@ -220,7 +238,7 @@ def _other(name: str, module: nn.Module, call: _Called | None, small: Sample) ->
     if not parameters:
         return RuleDraft(path=path, keys=keys)
     if call is None:
-        return RuleDraft(path=path, keys=keys, remark="takes no part on tokens alone")
+        return RuleDraft(path=path, keys=keys, remark=_IDLE)
     out = first_tensor(call.out)
     given = [t for t in (first_tensor(a) for a in (*call.args, *call.kwargs.values())) if t is not None]
     if out is None or out.shape[-1] != _width(small):

@@ -182,7 +182,11 @@ def _units(draft: PlanDraft) -> Iterator[str]:
     column = max((len(line) for name, line in lines.items() if name in draft.unit_notes), default=0)
     for name, line in lines.items():
         note = draft.unit_notes.get(name)
-        yield f"{line:<{column}}  # {note}" if note else line
+        behind = f"{line:<{column}}  # {note}" if note else line
+        if len(behind) > WIDTH:
+            yield f"  # {note}"
+            behind = line
+        yield behind
 
 
 def _te(draft: PlanDraft) -> Iterator[str]:
