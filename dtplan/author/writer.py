@@ -80,8 +80,14 @@ def _rule(rule: RuleDraft, key: str, spaces: str, column: int) -> list[str]:
 
 def _comment(text: str, spaces: str) -> list[str]:
     """As many lines as it takes."""
-    indents = {"initial_indent": f"{spaces}# ", "subsequent_indent": f"{spaces}#   "}
-    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{spaces}# ",
+        subsequent_indent=f"{spaces}#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _short(keys: Mapping[str, Any]) -> Any:
