@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dtplan.author.cutting import Cutting, cutting_of
 from dtplan.author.draft import RuleDraft
 from dtplan.author.groups import Branch, branches_of
-from dtplan.author.owned import parameters_of, tensors_of
+from dtplan.author.order import gathered
+from dtplan.author.owned import computes_linear, parameters_of, tensors_of
 from dtplan.author.parts import Lies, Part
 from dtplan.author.trace import STREAM, Product, Trace, first_tensor, is_stream, tensors_in
 from dtplan.author.units import Units
@@ -69,7 +68,7 @@ class Block:
 
         return [
             self.rules[""],
-            *_gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path))),
+            *gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path))),
         ]
 
     def rules_of(self, cutting: Cutting) -> tuple[str, ...]:
@@ -372,35 +371,6 @@ class Block:
         self.rules[path] = RuleDraft(path=path, keys=merged, notes=notes, remark=remark)
 
 
-def computes_linear(module: nn.Module) -> bool:
-    """Whether a Linear, or a class made from it, computes what a Linear does; told by running it."""
-    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
-        return type(module) is nn.Linear
-    x = torch.randn(3, 5, module.weight.shape[1], dtype=module.weight.dtype)
-    try:
-        with torch.no_grad():
-            return bool(torch.allclose(module(x), F.linear(x, module.weight, module.bias)))
-    except (RuntimeError, TypeError, ValueError):
-        return False
-
-
-def _gathered(rules: Sequence[RuleDraft]) -> list[RuleDraft]:
-    """Within one module, rules that say the same come one after another."""
-    found: list[RuleDraft] = []
-    for rule in rules:
-        owner = rule.path.rpartition(".")[0]
-        alike = [i for i, r in enumerate(found) if r.path.rpartition(".")[0] == owner and r.keys == rule.keys]
-        found.insert(alike[-1] + 1 if alike and owner and not rule.undecided else len(found), rule)
-    return found
-
-
 def _leaf_of(parameter: str) -> str:
     owner, _, leaf = parameter.rpartition(".")
     return owner.rpartition(".")[2] if leaf == "weight" else leaf
-
-
-def stream_paths(rules: Sequence[RuleDraft], prefix: str) -> Iterator[RuleDraft]:
-    """``rules`` with their paths below ``prefix``."""
-    for rule in rules:
-        path = f"{prefix}.{rule.path}" if rule.path else prefix
-        yield RuleDraft(path=path, keys=rule.keys, notes=rule.notes, remark=rule.remark)

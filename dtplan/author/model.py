@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtplan.author.compose import Block, Form, stream_paths
+from dtplan.author.compose import Block, Form
 from dtplan.author.draft import PlanDraft, RuleDraft
 from dtplan.author.fused import fused_layers
+from dtplan.author.order import below
 from dtplan.author.owned import buffers_of, parameters_of, tensors_of
 from dtplan.author.sample import Sample, sample
 from dtplan.author.trace import first_tensor, trace_block
@@ -53,7 +54,7 @@ def draft_plan(real: nn.Module) -> PlanDraft:
     units = Units(small, config.get_text_config(decoder=True))
     blocks = _blocks(small, calls, layers, units)
     rules = [*_around(small, calls, layers, units, before=True)]
-    rules += stream_paths(_merged(blocks), f"{layers}.*")
+    rules += below(_merged(blocks), f"{layers}.*")
     rules += _around(small, calls, layers, units, before=False)
     name = type(real).__name__
     return PlanDraft(
