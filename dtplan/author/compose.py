@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from torch import nn
 from dtplan.author.cutting import Cutting, cutting_of
 from dtplan.author.draft import RuleDraft
 from dtplan.author.groups import Branch, branches_of
+from dtplan.author.order import gathered
 from dtplan.author.owned import computes_linear, parameters_of, tensors_of
 from dtplan.author.parts import Lies, Part
 from dtplan.author.trace import STREAM, Product, Trace, first_tensor, is_stream, tensors_in
@@ -70,7 +71,7 @@ class Block:
 
         return [
             self.rules[""],
-            *_gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path))),
+            *gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path))),
         ]
 
     def rules_of(self, cutting: Cutting) -> tuple[str, ...]:
@@ -158,6 +159,11 @@ class Block:
             self._region(cutting, form)
         for owner in self._owners(cutting):
             self._owner(owner, cutting, form)
+        read = [owner for owner in self._owners(cutting) if owner != inside and not self.trace.times[owner]]
+        if read and inside:
+            known = self.rules.get(pattern_of(inside))
+            names = [owner.removeprefix(f"{inside}.") for owner in read]
+            self._put(inside, {"reads": names}, remark=known.remark if known else "")
         for owner, path in cutting.numbers or ():
             self._localize(f"{inside}.{owner}".strip("."), path)
         if cutting.per_unit is not None and (unit := self.units.shared(cutting.kv_units)):
@@ -215,7 +221,7 @@ class Block:
             self._last(owner, own, form)
         elif weight is not None and weight.kind == "cut" and owner in cutting.norms:
             self._put(owner, {"style": "sharded_norm", **self._units_of(weight)})
-        elif weight is not None and weight.kind == "cut" and self._is_styled(f"{owner}.weight", "colwise", weight.dim):
+        elif weight and weight.kind == "cut" and self._is_styled(f"{owner}.weight", "colwise", weight.dim):
             self._put(owner, {"style": "colwise", **self._like(f"{owner}.weight"), **self._units_of(weight)})
         elif own and all(one.kind == "whole" for one in own.values()) and owner != cutting.group.root:
             self._put(owner, {"style": "replicate", "grad": "sum"})
@@ -261,7 +267,10 @@ class Block:
 
     def _section(self, part: Part, parts: Sequence[Part]) -> Any:
         if not part.whole:
-            return self.units.of(part.count, part.rows) or {"unit": "todo"}
+            unit = self.units.of(part.count, part.rows) or "todo"
+            widths = {other.rows // other.count for other in parts if not other.whole}
+            field = self.units.width(unit, part.rows // part.count) if len(widths) > 1 else None
+            return {"unit": unit, "width": field} if field else unit
         width = next((other.rows // other.count for other in parts if not other.whole), part.rows)
         return {"count": max(1, part.rows // width), "whole": True, "grad": "sum"}
 
@@ -374,23 +383,6 @@ class Block:
         self.rules[path] = RuleDraft(path=path, keys=merged, notes=notes, remark=remark)
 
 
-def _gathered(rules: Sequence[RuleDraft]) -> list[RuleDraft]:
-    """Within one module, rules that say the same come one after another."""
-    found: list[RuleDraft] = []
-    for rule in rules:
-        owner = rule.path.rpartition(".")[0]
-        alike = [i for i, r in enumerate(found) if r.path.rpartition(".")[0] == owner and r.keys == rule.keys]
-        found.insert(alike[-1] + 1 if alike and owner and not rule.undecided else len(found), rule)
-    return found
-
-
 def _leaf_of(parameter: str) -> str:
     owner, _, leaf = parameter.rpartition(".")
     return owner.rpartition(".")[2] if leaf == "weight" else leaf
-
-
-def stream_paths(rules: Sequence[RuleDraft], prefix: str) -> Iterator[RuleDraft]:
-    """``rules`` with their paths below ``prefix``."""
-    for rule in rules:
-        path = f"{prefix}.{rule.path}" if rule.path else prefix
-        yield RuleDraft(path=path, keys=rule.keys, notes=rule.notes, remark=rule.remark)
