@@ -14,8 +14,6 @@ from tests.pages import check, steps
 def test_the_cookbook_s_commands_print_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
-    done = 0
-    for command, output in steps("cookbook.md", tmp_path):
+    for done, (command, output) in enumerate(steps("cookbook.md", tmp_path), start=1):
         check(command, output, tmp_path)
-        done += 1
     assert done == 15
