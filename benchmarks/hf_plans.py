@@ -1,7 +1,7 @@
 """transformers' own tensor-parallel plans, imported and proved.
 
-    python benchmarks/hf_plans.py [--only NAME,...] [--jobs 2] [--no-options] [-o benchmarks/results/hf-plans.json]
-    python benchmarks/hf_plans.py --table benchmarks/results/hf-plans.json > docs/hf-plans.md
+    python benchmarks/hf_plans.py [--only NAME,...] [--jobs 2] [--no-options] [--resume] [-o FILE]
+    python benchmarks/hf_table.py benchmarks/results/hf-plans.json > docs/hf-plans.md
 
 For every causal language model whose config has a plan: a small config is built, the plan imported and proved at tp 2
 and 4 (options at tp 2). Then transformers applies the same plan itself, on two gloo processes, to the same weights, and
@@ -48,7 +48,7 @@ from dtplan.prove.ranks import compare
 from dtplan.prove.shrink import live_model, token_batch
 
 fork = multiprocessing.get_context("fork")
-PROOF_S, HF_S = 240.0, 120.0
+PROOF_S, HF_S = 600.0, 300.0
 Record = dict[str, Any]
 
 # -------------------------------------------------------------------------------------------------------- one import
@@ -219,8 +219,8 @@ def in_processes(jobs: list[tuple[Callable[..., Record], tuple[Any, ...]]], seco
 # ---------------------------------------------------------------------------------------------------------- the sweep
 
 
-def architecture(model_type: str, name: str, vary: bool) -> Record:  # noqa: FBT001 - of a process
-    """Every case of one architecture."""
+def architecture(model_type: str, name: str, vary: bool, known: dict[str, Record]) -> Record:  # noqa: FBT001
+    """Every case of one architecture but those that are ``known``."""
     start = time.monotonic()
     try:
         base = small_config(model_type, {})
@@ -229,15 +229,28 @@ def architecture(model_type: str, name: str, vary: bool) -> Record:  # noqa: FBT
         return {"class": name, "cases": {"": {"verdict": "not run", "reason": f"no config: {first_line(error)}"}}}
     cases: dict[str, Record] = {}
     for case, options in {"": {}, **(options_of(base) if vary else {})}.items():
-        [told] = in_processes([(proved, (model_type, name, options, [2, 4] if not case else [2]))], PROOF_S)
-        if "error" in told:
-            if case:
-                continue  # the class does not take the option
-            told = {"verdict": "not run", "reason": told["error"]}
-        if not case or told["verdict"] != "proved":
-            told["transformers"] = by_transformers(model_type, name, options)
-        cases[case] = told
+        if case in known:
+            cases[case] = known[case]
+        elif not case or takes(model_type, options):
+            cases[case] = told = one_case(model_type, name, options, [2, 4] if not case else [2])
+            if not case or told["verdict"] != "proved":
+                told["transformers"] = by_transformers(model_type, name, options)
     return {"class": name, "cases": cases, "seconds": round(time.monotonic() - start, 1)}
+
+
+def takes(model_type: str, options: dict[str, Any]) -> bool:
+    """Whether the config's class takes the options, which may contradict others."""
+    try:
+        small_config(model_type, options)
+    except Exception:  # noqa: BLE001 - whatever it raises, it refuses them
+        return False
+    return True
+
+
+def one_case(model_type: str, name: str, options: dict[str, Any], degrees: list[int]) -> Record:
+    """The proof in a process of its own."""
+    [told] = in_processes([(proved, (model_type, name, options, degrees))], PROOF_S)
+    return {"verdict": "not run", "reason": told["error"]} if "error" in told else told
 
 
 def first_line(error: BaseException) -> str:
@@ -245,14 +258,18 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def sweep(wanted: list[tuple[str, str]], jobs: int, *, vary: bool) -> Iterator[tuple[str, Record]]:
-    """Architectures as they are done, ``jobs`` at a time."""
+def sweep(
+    wanted: list[tuple[str, str]], jobs: int, *, vary: bool, known: dict[str, Record]
+) -> Iterator[tuple[str, Record]]:
+    """Architectures as they are done, ``jobs`` at a time; ``known``: cases of each that are done already."""
     waiting, running = list(wanted), {}
     while waiting or running:
         while waiting and len(running) < jobs:
             model_type, name = waiting.pop(0)
             mine, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_main, args=(theirs, architecture, (model_type, name, vary)))
+            process = fork.Process(
+                target=_main, args=(theirs, architecture, (model_type, name, vary, known.get(model_type, {})))
+            )
             process.start()
             theirs.close()
             running[mine] = (model_type, name, process)
@@ -274,13 +291,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="model types, with commas")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--no-options", action="store_true", help="the configs as they are only")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that the output has already")
     parser.add_argument("-o", "--output", default="benchmarks/results/hf-plans.json")
     args = parser.parse_args()
     file = Path(args.output)
     kept = json.loads(file.read_text())["architectures"] if file.is_file() else {}
     every = list(architectures())
     wanted = [pair for pair in every if not args.only or pair[0] in args.only.split(",")]
-    for model_type, told in sweep(wanted, args.jobs, vary=not args.no_options):
+    known = {key: told["cases"] for key, told in kept.items()} if args.resume else {}
+    for model_type, told in sweep(wanted, args.jobs, vary=not args.no_options, known=known):
         kept[model_type] = told
         for case, each in told["cases"].items():
             hf = each.get("transformers", {}).get("verdict", "")

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, OPTConfig, PretrainedConfig
 
 import dtplan
 from dtplan.cli import cli
@@ -192,6 +192,20 @@ def test_collectives_of_the_trace_are_those_of_the_ledger() -> None:
         for key, total in size.items():
             entries = [e for e in book.entries if (e.direction, e.kind) == key]
             assert total == sum(e.count * e.bytes for e in entries)
+
+
+def test_a_model_without_a_plan_is_sized_at_tp_1() -> None:
+    config = OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    ask = Ask(gpus=2, memory=8 << 30, gpu=GPUS["a100"], sequence=16, batch=2)
+    found = fit(on_meta(config), "auto", ask)
+    assert "no built-in plan serves" in found.refused[2]
+    numbers = sum(p.numel() for p in on_meta(config).parameters())
+    whole = found.rows[-1]
+    assert (whole.tp, whole.shard, whole.held.parameters) == (1, 1, 2 * numbers)
+    assert found.rows[0].held.parameters < 0.6 * whole.held.parameters
+    assert {variant.switches.layers for variant in found.others} == {"torch"}
 
 
 def test_a_process_with_ranks_is_refused() -> None:

@@ -106,5 +106,7 @@ def _why_not(parameters: Mapping[str, Lies], components: int, *, in_order: bool)
         return f"its columns hang together in {components} sets that do not lie one after another"
     if tangled:
         others = f" and {len(tangled) - 2} more" if len(tangled) > 2 else ""
-        return f"the rows of {', '.join(tangled[:2])}{others} do not lie in one order of units, nor in sections of them"
+        names = f"{', '.join(tangled[:2])}{others}"
+        seen = next((f": {parameters[n].seen}" for n in tangled if parameters[n].seen), "")
+        return f"the rows of {names} do not lie in one order of units, nor in sections of them{seen}"
     return ""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtplan.author.depend import Dependence
 
+_MOST_RUNS = 6
 Kind = Literal["whole", "cut", "apart", "tangled"]
 
 
@@ -32,6 +33,8 @@ class Lies:
     """``apart``: it moves no column (it comes after them); ``tangled``: no cut in one order fits."""
     dim: int = 0
     parts: tuple[Part, ...] = ()
+    seen: str = ""
+    """Of a tangled one: which rows belong together, in short."""
     groups: int = 1
     """Of an input: how often all units stand one after another in its dim (BLOOM's batch x heads)."""
 
@@ -86,8 +89,9 @@ def lies(dependence: Dependence, columns: Columns, known: AbstractSet[int]) -> L
         return Lies("whole")
     if len(dims) > 1:
         return Lies("tangled", dims[0])
-    parts = _parts(dependence.dims[dims[0]], columns, known)
-    return Lies("tangled", dims[0]) if parts is None else Lies("cut", dims[0], parts)
+    rows = dependence.dims[dims[0]]
+    parts = _parts(rows, columns, known)
+    return Lies("tangled", dims[0], seen=_order(rows, columns)) if parts is None else Lies("cut", dims[0], parts)
 
 
 def input_lies(dependence: Dependence, columns: Columns, known: AbstractSet[int]) -> Lies:
@@ -142,6 +146,16 @@ def _parts(rows: Tensor, columns: Columns, known: AbstractSet[int]) -> tuple[Par
             return None
         start += length
     return tuple(parts) if expected == 0 else None
+
+
+def _order(rows: Tensor, columns: Columns) -> str:
+    """`rows 0-7 unit 0, 8-15 unit 2, ...`."""
+    told, start = [], 0
+    for label, length in _runs(_labels(rows, columns))[:_MOST_RUNS]:
+        what = {-1: "all units", -2: "none"}.get(label, f"unit {label}")
+        told.append(f"{start}-{start + length - 1} {what}" if length > 1 else f"{start} {what}")
+        start += length
+    return f"rows {', '.join(told)}" + (", ..." if start < len(rows) else "")
 
 
 def _section(rows: Tensor, components: int, known: AbstractSet[int]) -> Part | None:

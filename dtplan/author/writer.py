@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def plan_text(draft: PlanDraft, *, schema: str = "plan.schema.json") -> str:
     the plan.
     """
     lines = [f"# yaml-language-server: $schema={schema}"]
-    lines += [f"# {line}".rstrip() for line in draft.comments]
+    lines += [one for line in draft.comments for one in _comment(line, "")]
     lines += ["dtplan: 1", f"name: {_scalar(draft.name)}"]
     if draft.serves:
         lines.append(f"serves: {_flow(draft.serves)}")
@@ -67,7 +68,7 @@ def _rules(rules: Sequence[RuleDraft], indent: int) -> list[str]:
 def _rule(rule: RuleDraft, key: str, spaces: str, column: int) -> list[str]:
     """The lines of a rule whose text begins at ``column``, comments above it included."""
     start = f"{spaces}{_key(key)}:".ljust(column - 1) + " "
-    line, notes = start + _flow(_short(rule.keys)), [f"{spaces}# {note}" for note in rule.notes]
+    line, notes = start + _flow(_short(rule.keys)), [one for note in rule.notes for one in _comment(note, spaces)]
     if len(line) > WIDTH:
         inner = [f"{spaces}  {_key(str(name))}: {_flow(value)}" for name, value in rule.keys.items()]
         above = [f"{spaces}# {rule.remark}"] if rule.remark else []
@@ -75,6 +76,12 @@ def _rule(rule: RuleDraft, key: str, spaces: str, column: int) -> list[str]:
     if rule.remark and len(f"{line}  # {rule.remark}") > WIDTH:
         return [*notes, f"{spaces}# {rule.remark}", line]
     return [*notes, line + (f"  # {rule.remark}" if rule.remark else "")]
+
+
+def _comment(text: str, spaces: str) -> list[str]:
+    """As many lines as it takes."""
+    indents = {"initial_indent": f"{spaces}# ", "subsequent_indent": f"{spaces}#   "}
+    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
 
 
 def _short(keys: Mapping[str, Any]) -> Any:

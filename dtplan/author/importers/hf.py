@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,7 +30,7 @@ from dtplan.author.importers.told import (
 )
 
 _MLA = Told(rule={"style": "replicate", "grad": "complete", "output": {"sum_grad_of_last": "qk_rope_head_dim"}})
-_EXPERT_PARALLEL = "whole experts on some ranks (expert parallelism) are not in the plan language"
+_EXPERT_PARALLEL = cannot("whole experts on some ranks (expert parallelism) are not in the plan language")
 
 MODULE_STYLES: dict[str, Told | None] = {
     "colwise": colwise(),
@@ -52,9 +51,9 @@ MODULE_STYLES: dict[str, Told | None] = {
     "local_params": Told(),
     "replicate": WHOLE,
     "all_reduce": REDUCED,
-    "ep_router": cannot(_EXPERT_PARALLEL),
-    "ep_dispatch_experts": cannot(_EXPERT_PARALLEL),
-    "grouped_gemm": cannot(_EXPERT_PARALLEL),
+    "ep_router": _EXPERT_PARALLEL,
+    "ep_dispatch_experts": _EXPERT_PARALLEL,
+    "grouped_gemm": _EXPERT_PARALLEL,
 }
 """Every style that transformers registers, and what it does to a module."""
 
@@ -139,22 +138,17 @@ def _experts(module: nn.Module) -> Told:
 
 
 def _of_parameter(name: str, parameter: Tensor, style: str) -> Told:
-    """A rule on a parameter cuts it, and changes no forward."""
-    last, before = parameter.dim() - 1, max(parameter.dim() - 2, 0)
-    packed = 2 if parameter.dim() > 1 else 1
-    cuts: dict[str, Any] = {
-        "colwise": (before, 1),
-        "colwise_gather_output": (before, 1),
-        "colwise_rep": (before, 1),
-        "rowwise": (last, 1) if name != "bias" else None,
-        "rowwise_split_input": (last, 1) if name != "bias" else None,
-        "rowwise_rep": (last, 1) if name != "bias" else None,
-        "packed_colwise": (before, packed),
-        "packed_rowwise": (last, 2) if parameter.dim() > 1 else None,
-        "embedding_rowwise": (0, 1),
-        "embedding_colwise": (1, 1),
-    }
-    if style in ("grouped_gemm", "ep_router", "ep_dispatch_experts"):
-        return cannot(_EXPERT_PARALLEL)
-    cut = cuts.get(style)
-    return WHOLE if cut is None else Told(rule={"shard": cut[0]}, parts=cut[1])
+    """A rule on a parameter cuts it, and changes no forward; styles that are only about forward leave it whole."""
+    told = MODULE_STYLES[style]
+    if told is _EXPERT_PARALLEL:
+        return told
+    rows, last = max(parameter.dim() - 2, 0), parameter.dim() - 1
+    halves = 2 if style.startswith("packed") and parameter.dim() > 1 else 1
+    if style.startswith("embedding"):
+        return Told(rule={"shard": 0 if style == "embedding_rowwise" else 1})
+    if style.startswith(("colwise", "packed_colwise")):
+        return Told(rule={"shard": rows}, parts=halves)
+    bias = name == "bias" if style.startswith("rowwise") else parameter.dim() == 1
+    if style.startswith(("rowwise", "packed_rowwise")) and not bias:
+        return Told(rule={"shard": last}, parts=halves)
+    return WHOLE
