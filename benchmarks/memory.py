@@ -303,6 +303,10 @@ def main() -> None:
     dtplan.init(tensor_parallel_degree=1)
     if rank == 0:
         print(f"{torch.__version__}, {world} ranks, predicted after {time.monotonic() - began:.0f} s", flush=True)
+        if args.device == "cuda":
+            torch.zeros(1, device="cuda")
+            free, total = torch.cuda.mem_get_info()
+            print(f"{(total - free) / GIB:.2f} of {total / GIB:.2f} GiB are taken before any model", flush=True)
     rows = []
     for case in cases:
         row: dict[str, Any] = {"case": case.text}

@@ -30,6 +30,8 @@ from dtplan.planner.ledger import ledger
 from dtplan.report.diff import COLLECTIVES, Diff, diff
 from dtplan.report.diff_bound import _TOLD
 from dtplan.report.words import spelled, unspelled
+from dtplan.te.engine import Engine
+from tests import families
 from tests.models import CONFIGS, build, llama, neox, on_meta
 
 FAMILIES = sorted(Path("tests/plans").glob("*.yaml"))
@@ -229,7 +231,16 @@ PAIRS: dict[str, Callable[[], tuple[BoundPlan, BoundPlan]]] = {
     "NeoX's two residuals": lambda: (bound("gpt_neox", neox()), bound("gpt_neox", neox(use_parallel_residual=False))),
     "biases": lambda: (bound(), bound(config=CONFIGS["llama-biases"])),
     "tied": lambda: (bound(), bound(config=CONFIGS["llama-tied"])),
+    "norms over ranks": lambda: (without_norms(olmo2()), olmo2()),
 }
+
+
+def olmo2() -> BoundPlan:
+    return dtplan.bind(families.on_meta("olmo2"), families.plan_file("olmo2"), tp=2)
+
+
+def without_norms(plan: BoundPlan) -> BoundPlan:
+    return dataclasses.replace(plan, modules=tuple(dataclasses.replace(m, norm=None) for m in plan.modules))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -413,6 +424,20 @@ def test_a_plan_and_a_live_model(simulated: Callable[..., list[Any]]) -> None:
     ]
 
 
+def test_fused_layers_are_no_difference_but_told(simulated: Callable[..., list[Any]], standin: Engine) -> None:
+    model = build(llama())
+
+    def rank(_: int) -> Diff:
+        live = copy.deepcopy(model)
+        dtplan.parallelize(live, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "llama", te="auto")
+        return dtplan.diff("llama", live)
+
+    found = simulated(2, rank)[0]
+    assert lines(found) == []
+    layers = "LayerNormLinear, LayerNormMLP, Linear, RMSNorm"
+    assert found.notes == (f"layers of TransformerEngine stand in for modules: {layers}",)
+
+
 def test_a_parameter_that_is_placed_otherwise_is_seen(simulated: Callable[..., list[Any]]) -> None:
     model = build(llama())
 
@@ -505,6 +530,27 @@ def test_misuse_is_told_with_what_to_do(config: Path, args: tuple[str, ...], tol
     found = run(*(str(config) if arg == "CONFIG" else arg for arg in args))
     assert found.exit_code == 2
     assert told in found.output
+
+
+def test_what_cannot_be_bound_or_read_is_no_difference(config: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("dtplan: 1\nrules: {a: colwse}\n")
+    for args, told in (
+        (("llama", wrong), "did you mean 'colwise'?"),
+        (("llama", "--model", config, "--tp", "2,8"), "DTP405 tensor_parallel_degree 8 does not divide head"),
+        (("llama", tmp_path / "none.lock"), "No such file or directory"),
+    ):
+        found = run(*args)
+        assert found.exit_code == 2
+        assert told in found.output
+
+
+def test_heads_on_several_ranks_are_told_in_words(tmp_path: Path) -> None:
+    text = "dtplan: 1\nextends: llama\nunits: {kv_head: {field: num_key_value_heads, indivisible: replicate_kv}}\n"
+    model = llama(num_key_value_heads=2)
+    told = lines(diff(*(bound(parse_plan(text), model, tp=tp) for tp in (2, 4))))
+    assert "model.layers.*.self_attn: localize_per added: num_key_value_groups / 2" in told
+    assert "model.layers.*.self_attn.{k,v}_proj: weight ranks that keep a part 1 -> 2" in told
 
 
 def test_plans_are_compared_without_torch() -> None:

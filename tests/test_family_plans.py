@@ -67,10 +67,10 @@ FAULTS = {
     "starcoder, k and v not summed": ("gpt_bigcode", "whole: true, grad: sum", "whole: true, grad: complete"),
     "falcon, k and v not summed": ("falcon", "whole: true, grad: sum", "whole: true, grad: complete"),
     "deepseek, rope key not summed": ("deepseek_v3", ", output: {sum_grad_of_last: qk_rope_head_dim}", ""),
-    "qwen3-next, widths of channels exchanged": (
+    "qwen3-next, gated norm of heads not summed": (
         "qwen3_next",
-        "linear_key_head_dim}\n        - {unit: value_head, width: linear_value_head_dim}",
-        "linear_value_head_dim}\n        - {unit: value_head, width: linear_key_head_dim}",
+        "linear_attn.norm:                {style: replicate, grad: sum}",
+        "linear_attn.norm:                {style: replicate, grad: complete}",
     ),
     "gpt-j, norm not summed": ("gptj", "{style: norm, grad: sum}", "{style: norm, grad: complete}"),
 }

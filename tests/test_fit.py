@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, OPTConfig, PretrainedConfig
 
 import dtplan
 from dtplan.cli import cli
@@ -194,6 +194,20 @@ def test_collectives_of_the_trace_are_those_of_the_ledger() -> None:
             assert total == sum(e.count * e.bytes for e in entries)
 
 
+def test_a_model_without_a_plan_is_sized_at_tp_1() -> None:
+    config = OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    ask = Ask(gpus=2, memory=8 << 30, gpu=GPUS["a100"], sequence=16, batch=2)
+    found = fit(on_meta(config), "auto", ask)
+    assert "no built-in plan serves" in found.refused[2]
+    numbers = sum(p.numel() for p in on_meta(config).parameters())
+    whole = found.rows[-1]
+    assert (whole.tp, whole.shard, whole.held.parameters) == (1, 1, 2 * numbers)
+    assert found.rows[0].held.parameters < 0.6 * whole.held.parameters
+    assert {variant.switches.layers for variant in found.others} == {"torch"}
+
+
 def test_a_process_with_ranks_is_refused() -> None:
     with pytest.raises(TraceError, match="without a process group"):
         simulated_ranks(1, lambda rank: traced(llama()))
@@ -359,6 +373,10 @@ def test_a_timeline_names_modules_and_ends_with_the_step(fitted: Fit) -> None:
     names = {event["name"] for event in mine}
     assert {"model.layers.7.mlp.down_proj", "model.layers.0 backward", "all-gather model.layers.3"} <= names
     assert {"reduce_scatter_tensor model.layers.5.self_attn.o_proj", "optimizer step"} <= names
+    gathered = [e["ts"] + e["dur"] for e in mine if e["name"] == "all-gather model.layers.3"]
+    copied = [e["ts"] for e in mine if e["name"] == "copy out model.layers.3"]
+    assert len(gathered) == len(copied) == 2  # forward, backward
+    assert all(end <= start + 0.01 for end, start in zip(gathered, copied, strict=True))
     for tid in (1, 2):
         lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in mine if e["tid"] == tid)
         assert all(end <= start + 0.01 for (_, end), (start, _) in itertools.pairwise(lane))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from tests.models import drawing, llama, neox, on_meta
 from tests.te_standin import ENGINE
 
 Shape = tuple[int, int, int]
-PLANS = Path(__file__).parent / "plans"
 GPT2 = GPT2Config(
     vocab_size=33, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0, use_cache=False
 )
@@ -57,7 +55,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 FAMILIES = {
     "llama-uneven": (llama(vocab_size=33), "auto"),
     "neox-tied": (neox(tie_word_embeddings=True), "auto"),
-    "gpt2-fused": (GPT2, str(PLANS / "gpt2.yaml")),
+    "gpt2-fused": (GPT2, "gpt2"),
 }
 
 

@@ -76,11 +76,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "axes", "options"), CASES, ids=str)
-def test_what_every_rank_holds_is_known_to_the_byte(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
+def test_what_every_rank_holds_is_known_to_the_byte(name: str, axes: dict[str, Any], options: dict[str, Any]) -> None:
     model, config = live(name), MODELS[name]
     size = torch.Size(axes.values()).numel()
     ranks = simulated_ranks(size, lambda rank: holds(rank, model, config, axes, **options))
-    switches = {key: value for key, value in options.items() if key != "activation_checkpointing"}
+    switches: dict[str, Any] = {key: value for key, value in options.items() if key != "activation_checkpointing"}
     bound = dtplan.bind(model, **axes, **switches)
     for found, place in ranks:
         at = (place["tp"], place.get("shard", 0))
@@ -93,7 +93,7 @@ def test_what_every_rank_holds_is_known_to_the_byte(name: str, axes: dict[str, i
 
 def test_mixed_precision_keeps_float32() -> None:
     model, config = live("llama"), MODELS["llama"]
-    axes = {"shard": 2, "tp": 1}
+    axes: dict[str, Any] = {"shard": 2, "tp": 1}
     ranks = simulated_ranks(2, lambda rank: holds(rank, model, config, axes, mixed_precision="bf16"))
     bound = dtplan.bind(model, **axes)
     for found, place in ranks:
@@ -131,7 +131,7 @@ def test_other_optimizers_and_frozen_parameters() -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.0" in name)
     bound = dtplan.bind(model)
-    layer = sum(p.numel() for p in model.model.layers[0].parameters()) * 4  # type: ignore[union-attr]
+    layer = sum(p.numel() for p in model.get_submodule("model.layers.0").parameters()) * 4
     assert held(bound, Precision.of("float32"), "momentum").optimizer == layer
     assert held(bound, Precision.of("float32"), "sgd").optimizer == 0
     assert held(bound, Precision.of("float32")).gradients == layer

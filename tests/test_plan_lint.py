@@ -335,6 +335,20 @@ def test_the_digest_depends_on(change):
     assert parse_plan(text.replace(before, after)).digest != parse_plan(text).digest
 
 
+def test_the_digest_depends_on_the_order_of_fused_layers_below_one_path():
+    """A module goes into the first that takes it; the order of paths says nothing."""
+    layers = ["{layer: Linear, linear: a}", "{layer: LayerNormLinear, norm: n, linears: [a]}"]
+    paths = ["m", "o"]
+    rules = "rules: {m.a: colwise, m.n: norm, o.a: colwise, o.n: norm}"
+
+    def digest(paths, layers):
+        te = ", ".join(f"{path}: [{', '.join(layers)}]" for path in paths)
+        return parse_plan(f"dtplan: 1\n{rules}\nte: {{{te}}}\n").digest
+
+    assert digest(paths, layers) == digest(paths[::-1], layers)
+    assert digest(paths, layers) != digest(paths, layers[::-1])
+
+
 def test_digests_of_the_built_in_plans_differ():
     digests = [load_plan(name).digest for name in builtin_plans()]
     assert len(set(digests)) == len(digests)

@@ -19,6 +19,7 @@ from dtplan.prove.proof import prove, prove_model
 from dtplan.prove.result import Finding, Leg, Proof
 from dtplan.prove.shrink import CannotProveError, live_model, refuse_unfit
 from dtplan.prove.tell import as_text
+from tests.families import CONFIGS
 
 WRONG = Path(__file__).parent / "plans" / "wrong"
 LLAMA_7B: dict[str, Any] = {
@@ -73,6 +74,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
         transformers.Phi3ForCausalLM,
         transformers.Phi3Config(**{**TINY, "num_key_value_heads": 4}, pad_token_id=0, eos_token_id=2),
     ),
+    "olmo2": (transformers.Olmo2ForCausalLM, CONFIGS["olmo2"]()),
+    "starcoder": (transformers.GPTBigCodeForCausalLM, CONFIGS["gpt_bigcode"]()),
+    "deepseek": (transformers.DeepseekV3ForCausalLM, CONFIGS["deepseek_v3"]()),
     "gpt-oss": (
         transformers.GptOssForCausalLM,
         transformers.GptOssConfig(
@@ -262,6 +266,27 @@ EXPECTED: dict[str, tuple[Leg, str, str, str, str]] = {
     ),
     "llama-untied-head": (Leg(tp=2), "DTP409", "refused by bind", "both ends", ""),
     "gpt-oss-bias-in-the-sum": (Leg(tp=2), "model.layers.0.mlp.experts", "no sum fits", "once: true", PROVED),
+    "olmo2-norm-of-own-heads": (
+        Leg(tp=2),
+        "model.layers.0.self_attn.q_norm",
+        "no sum fits",
+        "write `style: sharded_norm`",
+        PROVED,
+    ),
+    "starcoder-kv-not-summed": (
+        Leg(tp=2),
+        "transformer.h.1.attn.c_attn.weight",
+        "partial sum",
+        "write `grad: sum` in the section that is whole",
+        PROVED,
+    ),
+    "deepseek-rope-key-not-summed": (
+        Leg(tp=2),
+        "model.layers.1.self_attn.kv_a_proj_with_mqa.weight",
+        "contaminated",
+        "`output: {sum_grad_of_last: FIELD}`",
+        "",
+    ),
     "phi3-gate-up-in-one-piece": (
         Leg(tp=2),
         "model.layers.0.mlp.down_proj",

@@ -21,6 +21,7 @@ from dtplan.prove.shrink import live_model
 from dtplan.prove.smallest import smallest
 from dtplan.prove.tell import as_text
 from tests.families import build, on_meta, plan_file
+from tests.models import build as tiny
 from tests.models import llama
 from tests.test_prove import LLAMA_7B, LLAMA_70B, PROVED, WRONG, config_file, run
 
@@ -48,7 +49,7 @@ REPAIRS: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
         "phi3",
         (("[head, kv_head, kv_head]", "[kv_head, head, kv_head]"),),
         (
-            "`model.layers.*.self_attn.qkv_proj` (phi3.yaml:19:5): write `sections: [head, kv_head, kv_head]`; of 64 "
+            "`model.layers.*.self_attn.qkv_proj` (phi3.yaml:20:5): write `sections: [head, kv_head, kv_head]`; of 64 "
             "rows rank 0 then holds 0-15 and 32-39 and 48-55, not 0-7 and 16-31 and 48-55"
         ),
     ),
@@ -56,7 +57,7 @@ REPAIRS: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
         "gpt2",
         (("sections: [head, head, head]", "sections: [head, head]"),),
         (
-            "`transformer.h.*.attn.c_attn` (gpt2.yaml:18:5): write `sections: [head, head, head]`; of 96 rows rank 0 "
+            "`transformer.h.*.attn.c_attn` (gpt2.yaml:20:5): write `sections: [head, head, head]`; of 96 rows rank 0 "
             "then holds 0-15 and 32-47 and 64-79, not 0-23 and 48-71"
         ),
     ),
@@ -64,21 +65,39 @@ REPAIRS: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
         "mixtral",
         (("sections: [ffn, ffn]", "unit: ffn"),),
         (
-            "`model.layers.*.mlp.experts.gate_up_proj` (mixtral.yaml:27:5): write `sections: [ffn, ffn]`; of 128 rows "
+            "`model.layers.*.mlp.experts.gate_up_proj` (mixtral.yaml:28:5): write `sections: [ffn, ffn]`; of 128 rows "
             "rank 0 then holds 0-31 and 64-95, not 0-63"
         ),
     ),
     "a size of the whole in attention": (
         "gpt2",
         (("attn:                 {input: R, localize: [split_size]}", "attn: {input: R}"),),
-        "`transformer.h.*.attn` (gpt2.yaml:17:5): write `localize: [split_size]`",
+        "`transformer.h.*.attn` (gpt2.yaml:19:5): write `localize: [split_size]`",
     ),
     "a size of the whole in a cut layer": (
         "gpt2",
         (("sections: [head, head, head], localize: [nf]", "sections: [head, head, head]"),),
-        "`transformer.h.*.attn.c_attn` (gpt2.yaml:18:5): write `localize: [nf]`",
+        "`transformer.h.*.attn.c_attn` (gpt2.yaml:20:5): write `localize: [nf]`",
     ),
 }
+WHOLE_ATTENTION = """
+dtplan: 1
+serves: [LlamaForCausalLM]
+units: {ffn: intermediate_size, vocab: vocab_size}
+residual: {sequence_parallel: S(1)}
+rules:
+  model.embed_tokens: {style: vocab, unit: vocab, output: {to: residual, global_shape: true}}
+  model.rotary_emb:   replicate
+  model.layers.*:
+    .:                   {input: residual}
+    "{input,post_attention}_layernorm": norm
+    self_attn:           {style: replicate, below: true}
+    mlp:                 {input: R}
+    mlp.{gate,up}_proj:  {style: colwise, unit: ffn}
+    mlp.down_proj:       {style: rowwise, unit: ffn, output: residual}
+  model.norm: {style: norm, output: {to: residual, global_shape: true}}
+  lm_head:    {style: colwise, unit: vocab, output: logits}
+"""
 
 
 @pytest.mark.parametrize("wrong", REPAIRS)
@@ -86,6 +105,21 @@ def test_what_is_advised_was_run(wrong: str) -> None:
     name, replaced, advice = REPAIRS[wrong]
     found = first_finding(name, changed(name, *replaced))
     assert (found.advice, found.tried) == (advice, PROVED)
+
+
+def test_what_stays_whole_is_given_the_whole_sequence() -> None:
+    """Attention without tp: under sequence parallelism its rule must gather the stream and hand a part back."""
+    plan, legs = parse_plan(WHOLE_ATTENTION, "whole.yaml"), [Leg(tp=2), Leg(tp=2, sequence_parallel=True)]
+    proof = prove_model(lambda: tiny(llama()), plan, given="whole", model="llama", legs=legs)
+    assert [leg.verdict for leg in proof.legs] == ["proved", "refuted"]
+    found = proof.legs[1].findings[0]
+    told = "`model.layers.*.self_attn` (whole.yaml:12:5): write `style: replicate, input: R, output: residual`"
+    assert (found.name, found.advice, found.tried) == ("model.layers.0.self_attn", told, PROVED)
+    mended = WHOLE_ATTENTION.replace("below: true}", "below: true, input: R, output: residual}")
+    proof = prove_model(
+        lambda: tiny(llama()), parse_plan(mended, "whole.yaml"), given="whole", model="llama", legs=legs
+    )
+    assert proof.verdict == "proved"
 
 
 def test_advice_that_is_not_all_is_told_as_such() -> None:

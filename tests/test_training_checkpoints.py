@@ -61,6 +61,17 @@ def test_parameters_and_optimizer_are_bit_equal_at_any_degrees(
             assert set(rates) == {(1e-2 if make is adamw else 0.1) * (1 / 3)}  # the schedule's, after two steps
 
 
+def test_kv_heads_that_ranks_share_are_saved_once_and_resumed_at_any_degrees(tmp_path: Path) -> None:
+    plan = dtplan.parse_plan(
+        "dtplan: 1\nextends: llama\nunits: {kv_head: {field: num_key_value_heads, indivisible: replicate_kv}}\n"
+    )
+    config, shared = llama(num_key_value_heads=2, num_hidden_layers=1), (1, 2, 4)
+    truth, *_ = simulated_ranks(8, trained_and_saved, build(config), shared, str(tmp_path), plan)
+    for shape in ((1, 1, 1), (1, 1, 2), (1, 1, 4)):
+        for found, _ in simulated_ranks(ranks(shape), resumed, config, shape, str(tmp_path), plan):
+            assert equal(found, truth)
+
+
 @pytest.mark.parametrize("fused", ["saved", "resumed"])
 def test_fused_layers_and_plain_ones_resume_each_other(
     fused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dtplan.author.cutting import Cutting, cutting_of
 from dtplan.author.draft import RuleDraft
 from dtplan.author.groups import Branch, branches_of
-from dtplan.author.owned import parameters_of, tensors_of
+from dtplan.author.order import gathered
+from dtplan.author.owned import computes_linear, parameters_of, tensors_of
 from dtplan.author.parts import Lies, Part
 from dtplan.author.trace import STREAM, Product, Trace, first_tensor, is_stream, tensors_in
 from dtplan.author.units import Units
@@ -40,6 +39,8 @@ class Block:
     branches: list[Branch] = field(default_factory=list)
     chosen: dict[str, Form] = field(default_factory=dict)
     cuttings: list[Cutting] = field(default_factory=list)
+    whole: set[str] = field(default_factory=set)
+    """Modules that are one `todo`, with all that is in them."""
 
     def compose(self) -> None:
         """Fill ``rules``."""
@@ -48,7 +49,8 @@ class Block:
         found = [[cutting_of(self.module, self.trace, g, known) for g in branch.groups] for branch in self.branches]
         self.cuttings = [cutting for cuttings in found for cutting in cuttings]
         counts = {part.count for c in self.cuttings for lies in c.parameters.values() for part in lies.parts}
-        parallel = self._is_parallel() and not self.units.keeps_whole(counts)
+        whole = self.units.keeps_whole(counts) or any(c.why_not for c in self.cuttings)
+        parallel = self._is_parallel() and not whole  # a whole branch hands out no term of a sum
         for branch, cuttings in zip(self.branches, found, strict=True):
             form = "parallel" if parallel else self._form(branch)
             self.chosen[branch.root] = form
@@ -69,7 +71,7 @@ class Block:
 
         return [
             self.rules[""],
-            *_gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path))),
+            *gathered(sorted((r for p, r in self.rules.items() if p), key=lambda r: place(r.path))),
         ]
 
     def rules_of(self, cutting: Cutting) -> tuple[str, ...]:
@@ -131,16 +133,24 @@ class Block:
         self._put(owner, keys)
 
     def _undecided(self, cutting: Cutting) -> None:
-        no_notes: tuple[str, ...] = ()
+        """One `todo` for the module in which a group lies, or one for each of its products where that is the block."""
+        root = pattern_of(cutting.group.root)
+        seen = f"not decided: {cutting.why_not}"
+        if root and root not in self.rules:
+            rule = "{style: replicate, below: true, input: R, output: residual}"
+            choice = f"choices: {rule}, with which every rank does all of it,"
+            self._put(root, {"style": "todo"}, notes=(seen, choice, "or rules that cut what hangs together"))
+            self.whole.add(root)
+            return
         notes: tuple[str, ...] = (
-            f"not decided: {cutting.why_not}",
-            "choices: `replicate` for each (every rank does all of it), or cut what hangs together by hand",
+            seen,
+            "choices: `replicate` for each (every rank does all of it), or cut them by hand",
         )
         for product in cutting.group.products:
             owner = pattern_of(product.parameter.rpartition(".")[0])
             if owner not in self.rules:
                 self._put(owner, {"style": "todo"}, notes=notes)
-                notes = no_notes
+                notes = ()
 
     def _group(self, cutting: Cutting, form: Form, root: str) -> None:
         group = cutting.group
@@ -149,6 +159,11 @@ class Block:
             self._region(cutting, form)
         for owner in self._owners(cutting):
             self._owner(owner, cutting, form)
+        read = [owner for owner in self._owners(cutting) if owner != inside and not self.trace.times[owner]]
+        if read and inside:
+            known = self.rules.get(pattern_of(inside))
+            names = [owner.removeprefix(f"{inside}.") for owner in read]
+            self._put(inside, {"reads": names}, remark=known.remark if known else "")
         for owner, path in cutting.numbers or ():
             self._localize(f"{inside}.{owner}".strip("."), path)
         if cutting.per_unit is not None and (unit := self.units.shared(cutting.kv_units)):
@@ -206,7 +221,7 @@ class Block:
             self._last(owner, own, form)
         elif weight is not None and weight.kind == "cut" and owner in cutting.norms:
             self._put(owner, {"style": "sharded_norm", **self._units_of(weight)})
-        elif weight is not None and weight.kind == "cut" and self._is_styled(f"{owner}.weight", "colwise", weight.dim):
+        elif weight and weight.kind == "cut" and self._is_styled(f"{owner}.weight", "colwise", weight.dim):
             self._put(owner, {"style": "colwise", **self._like(f"{owner}.weight"), **self._units_of(weight)})
         elif own and all(one.kind == "whole" for one in own.values()) and owner != cutting.group.root:
             self._put(owner, {"style": "replicate", "grad": "sum"})
@@ -252,7 +267,10 @@ class Block:
 
     def _section(self, part: Part, parts: Sequence[Part]) -> Any:
         if not part.whole:
-            return self.units.of(part.count, part.rows) or {"unit": "todo"}
+            unit = self.units.of(part.count, part.rows) or "todo"
+            widths = {other.rows // other.count for other in parts if not other.whole}
+            field = self.units.width(unit, part.rows // part.count) if len(widths) > 1 else None
+            return {"unit": unit, "width": field} if field else unit
         width = next((other.rows // other.count for other in parts if not other.whole), part.rows)
         return {"count": max(1, part.rows // width), "whole": True, "grad": "sum"}
 
@@ -271,8 +289,7 @@ class Block:
             keeps_shape = len(given) == 1 and out is not None and given[0].shape == out.shape
             if keeps_shape and all(t.dim() == 1 for t in own):
                 reads_input = parallel and is_stream(call.last)
-                outer = self._outer(call.name)
-                if outer:
+                if self._outer(call.name):
                     self._put(call.name, {"style": "replicate"})
                 else:
                     self._put(call.name, {"style": "norm", **({"grad": "sum"} if reads_input else {})})
@@ -297,7 +314,9 @@ class Block:
             self._put(name, {"style": "todo"}, notes=(*notes, "choices: `norm` on the stream, `replicate`, or a cut"))
 
     def _is_ruled(self, name: str) -> bool:
-        """Whether rules on its parameters, one by one, cover a module."""
+        """Whether rules on its parameters, one by one, or one on a module around it cover a module."""
+        if any(pattern_of(name).startswith(f"{root}.") for root in self.whole):
+            return True
         tensors = tensors_of(self.module.get_submodule(name))
         return bool(tensors) and all(f"{pattern_of(name)}.{tensor}" in self.rules for tensor in tensors)
 
@@ -364,35 +383,6 @@ class Block:
         self.rules[path] = RuleDraft(path=path, keys=merged, notes=notes, remark=remark)
 
 
-def computes_linear(module: nn.Module) -> bool:
-    """Whether a Linear, or a class made from it, computes what a Linear does; told by running it."""
-    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
-        return type(module) is nn.Linear
-    x = torch.randn(3, 5, module.weight.shape[1], dtype=module.weight.dtype)
-    try:
-        with torch.no_grad():
-            return bool(torch.allclose(module(x), F.linear(x, module.weight, module.bias)))
-    except (RuntimeError, TypeError, ValueError):
-        return False
-
-
-def _gathered(rules: Sequence[RuleDraft]) -> list[RuleDraft]:
-    """Within one module, rules that say the same come one after another."""
-    found: list[RuleDraft] = []
-    for rule in rules:
-        owner = rule.path.rpartition(".")[0]
-        alike = [i for i, r in enumerate(found) if r.path.rpartition(".")[0] == owner and r.keys == rule.keys]
-        found.insert(alike[-1] + 1 if alike and owner and not rule.undecided else len(found), rule)
-    return found
-
-
 def _leaf_of(parameter: str) -> str:
     owner, _, leaf = parameter.rpartition(".")
     return owner.rpartition(".")[2] if leaf == "weight" else leaf
-
-
-def stream_paths(rules: Sequence[RuleDraft], prefix: str) -> Iterator[RuleDraft]:
-    """``rules`` with their paths below ``prefix``."""
-    for rule in rules:
-        path = f"{prefix}.{rule.path}" if rule.path else prefix
-        yield RuleDraft(path=path, keys=rule.keys, notes=rule.notes, remark=rule.remark)

@@ -37,8 +37,12 @@ def fused_layers(
 
 
 def _of_block(block: Block) -> Iterator[Keys]:
+    own = {g.root for b in block.branches if block.chosen[b.root] in ("own", "parallel") for g in b.groups}
     layers = [
-        layer for c in block.cuttings if block.rules_of(c) == ("colwise", "rowwise") for layer in _of_group(block, c)
+        layer
+        for c in block.cuttings
+        if c.group.root in own and block.rules_of(c) == ("colwise", "rowwise")
+        for layer in _of_group(block, c)
     ]
     fused = {layer["norm"] for layer in layers if "norm" in layer}
     yield from layers

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtplan.author.compose import Block, Form, stream_paths
+from dtplan.author.compose import Block, Form
 from dtplan.author.draft import PlanDraft, RuleDraft
 from dtplan.author.fused import fused_layers
+from dtplan.author.order import below
 from dtplan.author.owned import buffers_of, parameters_of, tensors_of
 from dtplan.author.sample import Sample, sample
 from dtplan.author.trace import first_tensor, trace_block
@@ -22,6 +23,7 @@ from dtplan.prove.edits import pattern_of
 from dtplan.prove.oracle import float64_casts, logits_of
 from dtplan.prove.shrink import CannotProveError
 
+_IDLE = "takes no part on tokens alone"
 _GLOBAL = {"to": "residual", "global_shape": True}
 
 
@@ -52,7 +54,7 @@ def draft_plan(real: nn.Module) -> PlanDraft:
     units = Units(small, config.get_text_config(decoder=True))
     blocks = _blocks(small, calls, layers, units)
     rules = [*_around(small, calls, layers, units, before=True)]
-    rules += stream_paths(_merged(blocks), f"{layers}.*")
+    rules += below(_merged(blocks), f"{layers}.*")
     rules += _around(small, calls, layers, units, before=False)
     name = type(real).__name__
     return PlanDraft(
@@ -159,7 +161,12 @@ def _around(
     embedding, head = _input(model), _output(model)
     order = list(calls)
     first_block = order.index(f"{layers}.0")
+    idle = _idle(model, calls)
+    if not before:
+        yield from (RuleDraft(path=name, keys={"style": "replicate", "below": True}, remark=_IDLE) for name in idle)
     for name, module in _in_order(model, order):
+        if any(f"{name}.".startswith(f"{one}.") for one in idle):
+            continue
         if not tensors_of(module) or name.startswith(f"{layers}."):
             continue
         runs_before = name not in calls or order.index(name) < first_block
@@ -173,6 +180,18 @@ def _around(
             yield _embedding(name, module, units)
         else:
             yield _other(name, module, calls.get(name), small)
+
+
+def _idle(model: nn.Module, calls: dict[str, _Called]) -> list[str]:
+    """The outermost modules with several below, none of which ran: a tower for images."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        below = [f"{name}.{other}" for other, _ in module.named_modules() if other]
+        ran = any(one in calls for one in (name, *below))
+        in_another = any(name.startswith(f"{other}.") for other in found)
+        if name and len(below) > 1 and not ran and not in_another and list(module.parameters()):
+            found.append(name)
+    return found
 
 
 def _in_order(model: nn.Module, order: list[str]) -> list[tuple[str, nn.Module]]:
@@ -220,7 +239,7 @@ def _other(name: str, module: nn.Module, call: _Called | None, small: Sample) ->
     if not parameters:
         return RuleDraft(path=path, keys=keys)
     if call is None:
-        return RuleDraft(path=path, keys=keys, remark="takes no part on tokens alone")
+        return RuleDraft(path=path, keys=keys, remark=_IDLE)
     out = first_tensor(call.out)
     given = [t for t in (first_tensor(a) for a in (*call.args, *call.kwargs.values())) if t is not None]
     if out is None or out.shape[-1] != _width(small):

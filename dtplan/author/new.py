@@ -87,7 +87,7 @@ def proved(
         CannotProveError, BindError: as of ``prove``.
     """
     if new.draft.undecided:
-        why = f"not proved: {len(new.draft.undecided)} rules are `todo`"
+        why = f"not proved: {_todos(new.draft)} `todo`"
         return _commented(new, (why,), schema, unproved=why)
     repairs: list[tuple[Edit, ...]] = []
 
@@ -108,12 +108,15 @@ def proved(
     return _commented(dataclasses.replace(new, proof=proof), _verdict(proof), schema)
 
 
+def _todos(draft: PlanDraft) -> str:
+    count = len(draft.undecided)
+    return "1 rule is" if count == 1 else f"{count} rules are"
+
+
 def _head(real: nn.Module, draft: PlanDraft) -> tuple[str, ...]:
     lines = [f"Drafted by `dtplan new` for {type(real).__name__} from the data flow of a small model of its class."]
     if draft.undecided:
-        lines.append(
-            f"{len(draft.undecided)} rules are `todo`: what was seen and what can be chosen stands above each."
-        )
+        lines.append(f"{_todos(draft)} `todo`: what was seen and what can be chosen stands above.")
     return tuple(lines)
 
 

@@ -1,7 +1,9 @@
-"""What a module owns itself, not the modules below it."""
+"""What a module owns itself, not the modules below it; and whether it computes what a Linear does."""
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -18,3 +20,15 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
     return parameters_of(module) | buffers_of(module)
+
+
+def computes_linear(module: nn.Module) -> bool:
+    """Whether a Linear, or a class made from it, computes what a Linear does; told by running it."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    x = torch.randn(3, 5, module.weight.shape[1], dtype=module.weight.dtype)
+    try:
+        with torch.no_grad():
+            return bool(torch.allclose(module(x), F.linear(x, module.weight, module.bias)))
+    except (RuntimeError, TypeError, ValueError):
+        return False

@@ -82,6 +82,13 @@ class Units:
             return "ffn"
         return None
 
+    def width(self, unit: str, features: int) -> str | None:
+        """The config field that holds the features of one unit: of those with that number, the one named most alike."""
+        words = set(unit.split("_"))
+        alike = {name: len(words & set(name.split("_"))) for name, value in self.sample.fields() if value == features}
+        best = max(alike, key=lambda name: alike[name], default=None)
+        return self.sample.prefix + best if best is not None and alike[best] else None
+
     def vocabulary(self) -> str:
         """The unit of the vocabulary, which need not be divided."""
         name = self.sample.prefix + self._own("vocab_size")

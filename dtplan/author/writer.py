@@ -80,8 +80,14 @@ def _rule(rule: RuleDraft, key: str, spaces: str, column: int) -> list[str]:
 
 def _comment(text: str, spaces: str) -> list[str]:
     """As many lines as it takes."""
-    indents = {"initial_indent": f"{spaces}# ", "subsequent_indent": f"{spaces}#   "}
-    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{spaces}# ",
+        subsequent_indent=f"{spaces}#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _short(keys: Mapping[str, Any]) -> Any:
@@ -182,7 +188,11 @@ def _units(draft: PlanDraft) -> Iterator[str]:
     column = max((len(line) for name, line in lines.items() if name in draft.unit_notes), default=0)
     for name, line in lines.items():
         note = draft.unit_notes.get(name)
-        yield f"{line:<{column}}  # {note}" if note else line
+        behind = f"{line:<{column}}  # {note}" if note else line
+        if len(behind) > WIDTH:
+            yield f"  # {note}"
+            behind = line
+        yield behind
 
 
 def _te(draft: PlanDraft) -> Iterator[str]:

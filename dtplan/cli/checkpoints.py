@@ -7,13 +7,13 @@ import sys
 
 import click
 
-from dtplan.cli.completion import PLAN
+from dtplan.cli.completion import MODEL, PLAN
 from dtplan.cli.options import echo_lines, parse_degrees
 from dtplan.plan.read import load_plan
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.option("--plan", default="auto", show_default=True, type=PLAN, help="A built-in plan's name or a file.")
 @click.option("--tp", default="1,2,4", show_default=True, help="Tensor parallel degrees, with commas.")
 @click.option("--fsdp", is_flag=True, help="Each degree also with FSDP2 over two shards.")
@@ -37,8 +37,8 @@ def roundtrip(model: str, *, plan: str, tp: str, fsdp: bool, as_json: bool) -> N
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", type=click.Path())
+@click.argument("target", type=click.Path())
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="A module's path and its new one; as often as needed.")
 @click.option("--max-shard-bytes", default=5_000_000_000, show_default=True, type=click.IntRange(min=1))
 def convert(source: str, target: str, *, rename: tuple[str, ...], max_shard_bytes: int) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import click
 
+from dtplan._errors import DtplanError
 from dtplan.cli.completion import MODEL, PLAN_OR_BOUND
 from dtplan.cli.options import DTYPES
 from dtplan.plan.read import load_plan
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.bound_json import bound_from_json
+from dtplan.report.diff import Diff
 from dtplan.report.diff import diff as compare
 from dtplan.report.lock import Lock, read_lock
 
@@ -79,23 +81,40 @@ def diff(
 
     With --model plans are bound, and every difference tells what it costs in a step. B may be left out where A is
     bound at two settings: `dtplan diff llama --model CONFIG --tp 4,8`. A plan beside a lock is bound as the lock says.
-    Exits with 0 if nothing differs, else 1.
+    Exits with 0 if nothing differs, 1 if something does, 2 if the two cannot be compared.
     """
     if len(models) > 2:
         raise click.UsageError("--model is given once, or once for each of A and B")
     if after is None and not (len(models) > 1 or any(one != other for one, other in settings.values())):
         raise click.UsageError("give B, or two settings for A, as in --model CONFIG --tp 4,8")
-    sides = [_read(given) for given in (before, after or before)]
-    if models:
-        sides = [_bound(side, models[-at % len(models)], settings, at) for at, side in enumerate(sides)]
-    elif given := _given(ctx, settings):
-        raise click.UsageError(f"{given} is for plans that are bound: give the --model, too")
-    found = compare(*_alike(sides), batch=batch, sequence=seq, dtype=dtype)
-    files = [f"{given}: " if "." in given else "" for given in (before, after or before)]
-    if len(set(files)) > 1:
-        found = dataclasses.replace(found, before=files[0] + found.before, after=files[1] + found.after)
+    step = {"batch": batch, "sequence": seq, "dtype": dtype}
+    try:
+        found = _compared((before, after or before), models, settings, step, given=_given(ctx, settings))
+    except DtplanError as error:  # a plan that is wrong or does not fit is no difference
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
     click.echo(json.dumps(found.to_json(), indent=2) if as_json else found.as_text())
     sys.exit(found.exit_code)
+
+
+def _compared(
+    names: tuple[str, str],
+    models: tuple[str, ...],
+    settings: dict[str, tuple[Any, Any]],
+    step: dict[str, Any],
+    *,
+    given: str | None,
+) -> Diff:
+    sides = [_read(name) for name in names]
+    if models:
+        sides = _bound(sides, models, settings)
+    elif given is not None:
+        raise click.UsageError(f"{given} is for plans that are bound: give the --model, too")
+    found = compare(*_alike(sides), **step)
+    files = [f"{name}: " if "." in name else "" for name in names]
+    if files[0] != files[1]:
+        found = dataclasses.replace(found, before=files[0] + found.before, after=files[1] + found.after)
+    return found
 
 
 def _read(given: str) -> Side:
@@ -119,13 +138,17 @@ def _given(ctx: click.Context, settings: Iterable[str]) -> str | None:
     return next(("--" + name.replace("_", "-") for name in given), None)
 
 
-def _bound(side: Side, model: str, settings: dict[str, tuple[Any, Any]], at: int) -> Side:
-    if not isinstance(side, str):
-        return side
+def _bound(sides: list[Side], models: tuple[str, ...], settings: dict[str, tuple[Any, Any]]) -> list[Side]:
+    """Plans bound, each to its model at its settings; what is bound stays."""
     from dtplan.planner.bind import bind
     from dtplan.planner.meta import meta_model
 
-    return bind(meta_model(model), side, **{name: pair[at] for name, pair in settings.items()})
+    built = {model: meta_model(model) for model in models}
+    bound: list[Side] = []
+    for at, side in enumerate(sides):
+        degrees = {name: pair[at] for name, pair in settings.items()}
+        bound.append(bind(built[models[-at % len(models)]], side, **degrees) if isinstance(side, str) else side)
+    return bound
 
 
 def _alike(sides: list[Side]) -> list[str | BoundPlan]:

@@ -11,6 +11,7 @@ import click
 
 from dtplan.cli.options import DTYPES, echo_lines
 from dtplan.plan.read import load_plan
+from dtplan.sizing.gpus import GPUS
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)?", re.IGNORECASE)
 _FACTORS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
@@ -46,7 +47,13 @@ class Size(click.ParamType):  # type: ignore[type-arg]
     type=click.IntRange(min=1),
     help="Sequences that a rank computes at once; gradients of its others are added.",
 )
-@click.option("--gpu", default="h100", show_default=True, help="Whose rates and memory: a100, h100, h200, b200.")
+@click.option(
+    "--gpu",
+    default="h100",
+    show_default=True,
+    type=click.Choice(list(GPUS), case_sensitive=False),
+    help="Whose rates and memory.",
+)
 @click.option("--memory", type=Size(), help="Of one GPU, as 80GiB; that of the named GPU, if not given.")
 @click.option("--reserve", type=Size(), default="6GiB", show_default=True, help="Of it, for CUDA, NCCL, fragmentation.")
 @click.option("--gpus-per-host", default=8, show_default=True, type=click.IntRange(min=1), help="Linked by NVLink.")
@@ -104,11 +111,8 @@ def fit(
     from dtplan.planner.meta import meta_model
     from dtplan.sizing import fit as sizing
     from dtplan.sizing import tell
-    from dtplan.sizing.gpus import GPUS
 
-    if gpu.lower() not in GPUS:
-        raise click.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
-    named = GPUS[gpu.lower()]
+    named = GPUS[gpu]
     ask = sizing.Ask(
         gpus=gpus,
         memory=memory or named.memory,

@@ -28,7 +28,14 @@ from dtplan.report.lock import Lock, compared, lock, read_lock
 @click.option("--replicate", default=1, show_default=True, type=click.IntRange(min=1), help="Replicas.")
 @click.option("--sequence-parallel", is_flag=True, help="Cut the residual stream along the sequence.")
 @click.option("--loss-parallel", is_flag=True, help="Keep the logits cut along the vocabulary.")
-@click.option("-o", "--output", default="plan.lock", show_default=True, help="Where the lock is written; - prints it.")
+@click.option(
+    "-o",
+    "--output",
+    default="plan.lock",
+    show_default=True,
+    type=click.Path(dir_okay=False, allow_dash=True),
+    help="Where the lock is written; - prints it.",
+)
 @click.option("--check", "checking", is_flag=True, help="Bind anew as each LOCK says, and tell what has changed.")
 @click.option("--update", "updating", is_flag=True, help="The same, and write each LOCK anew where something has.")
 @click.option("--format", "style", type=click.Choice(["text", "json", "github"]), default="text", show_default=True)

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import click
 
+from dtplan.cli.completion import MODEL
 from dtplan.cli.options import parse_degrees
 
 SCHEMA = "plan.schema.json"
 
 
 @click.command()
-@click.argument("file", required=False)
-@click.option("--model", required=True, help="A model folder, a config.json, or a name that transformers knows.")
+@click.argument("file", required=False, type=click.Path())
+@click.option(
+    "--model", required=True, type=MODEL, help="A model folder, a config.json, or a name that transformers knows."
+)
 @click.option(
     "--from",
     "source",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dtplan.cli.completion import MODEL, PLAN
 from dtplan.cli.options import DTYPES
 from dtplan.plan.read import load_plan
 
@@ -21,8 +22,10 @@ _BOUND = (".json", ".lock")
 
 
 @click.command()
-@click.argument("plan", default="auto")
-@click.option("--model", required=True, help="A model folder, a config.json, or a name that transformers knows.")
+@click.argument("plan", default="auto", type=PLAN)
+@click.option(
+    "--model", required=True, type=MODEL, help="A model folder, a config.json, or a name that transformers knows."
+)
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor parallel degree.")
 @click.option("--shard", default=1, show_default=True, type=click.IntRange(min=1), help="FSDP2 shard degree.")
 @click.option("--replicate", default=1, show_default=True, type=click.IntRange(min=1), help="Replicas.")

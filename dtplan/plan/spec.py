@@ -232,6 +232,8 @@ def _said(value: Any, name: str) -> Any:
         return {key: _said(item, name) for key, item in value.items()}
     if isinstance(value, tuple):
         items = [_said(item, "path") for item in value]
+        if name == "te":  # a module goes into the first layer below a path that takes it
+            return sorted(items, key=lambda layer: _text(layer["under"]))
         return items if name in _ORDERED else sorted(items, key=_text)
     return value
 

@@ -12,7 +12,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dtplan.planner.bound import BoundPlan, BoundTensor, dtype_bytes
+from torch import nn
+
+from dtplan.plan.spec import R
+from dtplan.planner.bound import BoundModule, BoundPlan, BoundTensor, dtype_bytes
 from dtplan.planner.collectives import chunk_sizes
 
 Optimizer = Literal["adamw", "sgd", "momentum"]
@@ -131,6 +134,34 @@ def parameters_of(bound: BoundPlan) -> Iterator[tuple[BoundTensor, int]]:
         for tensor in module.tensors:
             if not tensor.buffer and tensor.tied_to is None:
                 yield tensor, len(module.names)
+
+
+def whole_modules(model: nn.Module) -> tuple[BoundModule, ...]:
+    """What a bound plan would have of a model without a plan: all of it whole, ties under their first names."""
+    first: dict[int, str] = {}
+    found = []
+    for name, module in model.named_modules():
+        tensors = []
+        for leaf, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{leaf}" if name else leaf
+            owner = first.setdefault(id(parameter), full)
+            tensors.append(
+                BoundTensor(
+                    name=leaf,
+                    shape=tuple(parameter.shape),
+                    dtype=str(parameter.dtype).removeprefix("torch."),
+                    placement=R,
+                    local_shape=tuple(parameter.shape),
+                    trainable=parameter.requires_grad,
+                    tied_to=None if owner == full else owner,
+                )
+            )
+        if tensors:
+            kind = type(module).__name__
+            found.append(
+                BoundModule(pattern=name, names=(name,), kind=kind, style=None, rule="none", tensors=tuple(tensors))
+            )
+    return tuple(found)
 
 
 def local_shape(tensor: BoundTensor, tp: int, rank: int) -> tuple[int, ...]:

@@ -53,6 +53,16 @@ def input_whole(name: str) -> Edit:
     return Edit(name, "input: R", write)
 
 
+def whole_inside(name: str) -> Edit:
+    """The module works on the whole stream and hands its part of the result back, alike on every rank."""
+
+    def write(rule: Rule) -> Rule:
+        moves: dict[str, Any] = {"inputs": ((0, Move(dst=R)),), "outputs": ((None, Move(dst=RESIDUAL)),)}
+        return dataclasses.replace(rule, style="replicate", **moves)
+
+    return Edit(name, "style: replicate, input: R, output: residual", write)
+
+
 def input_unit(name: str, value: str | int, unit: str) -> Edit:
     """An input that is cut holds groups of units, and each group is cut."""
 

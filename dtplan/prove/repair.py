@@ -148,6 +148,8 @@ class _Bench:
             return
         call = cause.finding.name.split("#")[0]
         suspects = self._suspects(cause.finding.name)
+        if self._is_whole_on_parts(call):
+            yield (edits.whole_inside(call),)
         cuts = [edit for name in suspects for edit in self._cuts(name)]
         joined = self._joined(suspects)
         sums = [name for name in suspects if any(move.dst == P for move in self.modules[name].outputs)]
@@ -166,6 +168,13 @@ class _Bench:
             if owner in self.modules and self.modules[owner].localize:
                 for wanted in ((), *several):
                     yield (*wanted, edits.localize(owner, ()))
+
+    def _is_whole_on_parts(self, call: str) -> bool:
+        """Whether all of a module is whole, and it is given a part of the sequence as it lies."""
+        inside = [m for name, m in self.modules.items() if name == call or name.startswith(f"{call}.")]
+        rule = edits.rule_of(self.job.plan, self.job.model, call)
+        whole = all(tensor.placement.dim is None for module in inside for tensor in module.tensors)
+        return self.job.leg.sequence_parallel and whole and bool(inside) and (rule is None or not rule.inputs)
 
     def _joined(self, suspects: Sequence[str]) -> list[Edits]:
         """Linears that are whole beside cut ones, cut as well: in units as wide as those of the others, or in any."""

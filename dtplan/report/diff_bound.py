@@ -20,11 +20,11 @@ _FROM = {"copy": "R", "slice": "R", "reduce": "P", "scatter": "P"}
 _TOLD: dict[type, tuple[str, ...]] = {
     BoundModule: (
         *("pattern", "names", "rule"),  # do not count
-        *("kind", "style", "tensors", "inputs", "outputs", "block", "shared", "localize", "norm"),
+        *("kind", "style", "tensors", "inputs", "outputs", "block", "shared", "localize", "per_unit", "norm"),
     ),
     BoundTensor: (
         *("name", "shape", "dtype", "placement", "local_shape", "sections", "unit", "grad", "once"),
-        *("trainable", "buffer", "tied_to"),
+        *("trainable", "buffer", "tied_to", "copies"),
     ),
     BoundMove: ("value", "name", "op", "src", "dst", "global_shape", "length", "inside", "units"),
 }
@@ -151,6 +151,7 @@ def _facts(module: BoundModule) -> Words:
         "style": module.style or "none",
         "parallel residual": module.block,
         "localize": ", ".join(sorted(module.localize)) or None,
+        "localize_per": ", ".join(f"{name} / {ranks}" for name, ranks in module.per_unit) or None,
         "norm over ranks": None if module.norm is None else f"{module.norm.kind}, eps {module.norm.eps}",
         **others(module, _TOLD[BoundModule]),
     }
@@ -185,6 +186,7 @@ def _tensor_words(tensor: BoundTensor | None) -> Words:
         "shape": _dims(tensor.shape),
         "dtype": tensor.dtype,
         "gradient": None if tensor.buffer else ("summed" if tensor.grad == "sum" else "complete"),
+        "ranks that keep a part": ", ".join(map(str, tensor.copies)) if tensor.shared else "1",
         "added once": "yes" if tensor.once else None,
         "trainable": None if tensor.trainable or tensor.buffer else "no",
         "tied to": tensor.tied_to,

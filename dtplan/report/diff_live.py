@@ -38,7 +38,7 @@ def diff_live(
     wanted = _wanted(plan, model, done.planned)
     found = diff_bound(wanted, done.planned, batch=batch, sequence=sequence, dtype=dtype)
     now = tuple(_drifted(model, done))
-    fused = sorted({layer.layer for layer in done.bound.te} if done.bound != done.planned else ())
+    fused = sorted({m.kind.removeprefix("te.") for m in done.bound.modules if m.kind.startswith("te.")})
     notes = (f"layers of TransformerEngine stand in for modules: {', '.join(fused)}",) if fused else ()
     return Diff(
         before=found.before,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from dtplan.plan.spec import Plan
 from dtplan.planner.bind import bind, find_plan
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.ledger import Ledger, ledger
-from dtplan.planner.memory import Held, Optimizer, Precision
+from dtplan.planner.memory import Held, Optimizer, Precision, whole_modules
 from dtplan.sizing.gpus import Gpu
 from dtplan.sizing.peak import Peak, peak
 from dtplan.sizing.roofline import Estimate, estimate
@@ -258,13 +259,15 @@ class _Tp:
     def _at(self, *, sequence_parallel: bool) -> BoundPlan:
         """The bound plan at this degree. Fused layers hold the same bytes and make the same calls."""
         if sequence_parallel not in self._bound:
-            self._bound[sequence_parallel] = bind(
+            bound = bind(
                 self.model,
                 self.plan,
                 tp=self.tp,
                 sequence_parallel=sequence_parallel,
                 loss_parallel=self.ask.loss_parallel,
             )
+            modules = bound.modules or whole_modules(self.model)
+            self._bound[sequence_parallel] = dataclasses.replace(bound, modules=modules)
         return self._bound[sequence_parallel]
 
     def _step(self, switches: Switches) -> Traced:
@@ -310,12 +313,13 @@ def _no_layout(ask: Ask, refused: dict[int, str]) -> str:
     if steps and all(ask.batch % step for step in steps):
         near = {size for step in steps for size in (ask.batch // step * step, -(-ask.batch // step) * step) if size}
         closest = sorted(near, key=lambda size: (abs(size - ask.batch), size))[:2]
-        lines.append(f"  = give --batch {' or '.join(map(str, closest))}, or a smaller --micro-batch")
+        smaller = ", or a smaller --micro-batch" if ask.micro > 1 else ""
+        lines.append(f"  = give --batch {' or '.join(map(str, closest))}{smaller}")
     return "\n".join(lines)
 
 
 def _first(error: BindError) -> str:
-    return str(error).strip().splitlines()[0]
+    return textwrap.shorten(str(error).strip().splitlines()[0], 110, placeholder=" ...")
 
 
 def as_json(fitted: Fit) -> dict[str, Any]:

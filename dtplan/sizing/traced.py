@@ -127,9 +127,10 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
 def _cut_layer_types(model: nn.Module, kept: list[int], number: int) -> None:
     """What a config says of every layer, of those that are left."""
     for module in model.modules():
-        types = getattr(getattr(module, "config", None), "layer_types", None)
+        config: Any = getattr(module, "config", None)
+        types = vars(config).get("layer_types") if config is not None else None
         if isinstance(types, list) and len(types) == number:
-            module.config.layer_types = [types[i] for i in kept]  # type: ignore[union-attr]
+            config.layer_types = [types[i] for i in kept]
 
 
 def traced_step(
@@ -173,9 +174,12 @@ def traced_step(
         watch.named(model.named_modules())
         try:
             _step(watch, model, units, ids)
-        except (NotImplementedError, RuntimeError) as error:
-            told = (str(error).strip().splitlines() or [""])[0]
-            raise TraceError(f"{type(model).__name__} cannot be run on meta tensors: {told}") from error
+        except Exception as error:
+            told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TraceError(
+                f"{type(model).__name__}: a step at tp {tp} cannot be followed on tensors without values: {told}; "
+                "`dtplan prove` says whether the plan is right, `dtplan show` sizes what is held between steps"
+            ) from error
     return _sorted(watch.segments, cut.stands_for, te=te or fp8)
 
 
@@ -249,7 +253,8 @@ def _attention(
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
     """Flash attention in half precision without a mask, memory-efficient attention else; features padded to 8."""
-    flash = attn_mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    flash = attn_mask is None and half and query.shape[-1] == value.shape[-1] <= 256
     if not flash and enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -27,6 +27,8 @@ _BLOCK = 512
 """Bytes to which the CUDA caching allocator rounds (torch 2.11 to 2.14)."""
 
 aten = torch.ops.aten
+_next_node: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number of the autograd node that is made next in this thread."""
 _MATRIX = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._scaled_mm: 0}
 """Matrix products -> which argument the left factor is."""
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -148,17 +150,17 @@ class Watch(TorchDispatchMode):
         return handles
 
     def _entered(self, name: str, _module: Any, _args: Any) -> None:
-        self._inside.append((name, torch.autograd._get_sequence_nr()))
+        self._inside.append((name, _next_node()))
 
     def _left(self, _module: Any, _args: Any, _out: Any) -> None:
         name, first = self._inside.pop()
-        self._stretches.append((first, torch.autograd._get_sequence_nr(), name))
+        self._stretches.append((first, _next_node(), name))
 
     def _module(self) -> str:
         """In forward the module that runs, in backward the one whose forward made the node; numbers count nodes."""
         if self._inside:
             return self._inside[-1][0]
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # none outside backward
         if node is None:
             return ""
         number = node._sequence_nr()
