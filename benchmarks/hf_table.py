@@ -48,6 +48,12 @@ _HOW = """\
 """
 
 
+_ALTERNATING = (
+    "gives other numbers on a live model: it cuts the rows of a checkpoint, where two halves alternate, and reorders each "
+    "rank's own while it loads; of inkling2_text that was run by hand, and is right up to the order of rows in a gradient"
+)
+
+
 def page(data: Record) -> str:
     """The whole page."""
     rows = {name: _row(told) for name, told in data["architectures"].items()}
@@ -162,7 +168,7 @@ def _odd(rows: Mapping[str, Any]) -> str:
         for case, each in row["cases"].items():
             if verdict(each) == "proved, but":
                 own = each["transformers"]
-                told = f"crashes: {own['reason']}" if own["verdict"] == "crash" else "gives other numbers"
+                told = f"crashes: {own['reason']}" if own["verdict"] == "crash" else _ALTERNATING
                 lines.append(
                     f"- {name}{f' ({case})' if case else ''}: the plan is exact; applied by transformers it {told}"
                 )

@@ -6,6 +6,7 @@ What no rule names is whole, and its gradient is not summed.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -109,6 +110,7 @@ def generic(name: str) -> str:
 
 
 def _told(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Told]]:
+    alternating = _alternating(model)
     for name, module in model.named_modules():
         style = plan.get(generic(name)) if name else None
         if style is not None:
@@ -117,7 +119,27 @@ def _told(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Told
             path = f"{name}.{each}" if name else each
             own = plan.get(generic(path))
             if own is not None:
-                yield path, _of_parameter(each, parameter, own)
+                said = _of_parameter(each, parameter, own)
+                halves = said.parts == 1 and "shard" in said.rule and path.endswith(alternating)
+                yield path, dataclasses.replace(said, parts=2) if halves else said
+
+
+def _alternating(model: nn.Module) -> tuple[str, ...]:
+    """Ends of names of parameters whose checkpoints alternate the rows of two halves.
+
+    transformers cuts rows as the checkpoint has them and reorders each rank's own, so a plain cut is one of each half.
+    Private transformers API, tried on 5.24: ``conversion_mapping``.
+    """
+    from transformers import conversion_mapping
+
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    found = conversion_mapping.get_checkpoint_conversion_mapping(model_type)  # type: ignore[no-untyped-call]
+    return tuple(
+        pattern
+        for one in found or ()
+        if "Interleave" in [type(operation).__name__ for operation in getattr(one, "operations", None) or ()]
+        for pattern in one.target_patterns
+    )
 
 
 def _of_module(module: nn.Module, style: str) -> Told:
