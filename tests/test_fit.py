@@ -373,6 +373,10 @@ def test_a_timeline_names_modules_and_ends_with_the_step(fitted: Fit) -> None:
     names = {event["name"] for event in mine}
     assert {"model.layers.7.mlp.down_proj", "model.layers.0 backward", "all-gather model.layers.3"} <= names
     assert {"reduce_scatter_tensor model.layers.5.self_attn.o_proj", "optimizer step"} <= names
+    gathered = [e["ts"] + e["dur"] for e in mine if e["name"] == "all-gather model.layers.3"]
+    copied = [e["ts"] for e in mine if e["name"] == "copy out model.layers.3"]
+    assert len(gathered) == len(copied) == 2  # forward, backward
+    assert all(end <= start + 0.01 for end, start in zip(gathered, copied, strict=True))
     for tid in (1, 2):
         lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in mine if e["tid"] == tid)
         assert all(end <= start + 0.01 for (_, end), (start, _) in itertools.pairwise(lane))

@@ -39,6 +39,8 @@ class Block:
     branches: list[Branch] = field(default_factory=list)
     chosen: dict[str, Form] = field(default_factory=dict)
     cuttings: list[Cutting] = field(default_factory=list)
+    whole: set[str] = field(default_factory=set)
+    """Modules that are one `todo`, with all that is in them."""
 
     def compose(self) -> None:
         """Fill ``rules``."""
@@ -47,7 +49,8 @@ class Block:
         found = [[cutting_of(self.module, self.trace, g, known) for g in branch.groups] for branch in self.branches]
         self.cuttings = [cutting for cuttings in found for cutting in cuttings]
         counts = {part.count for c in self.cuttings for lies in c.parameters.values() for part in lies.parts}
-        parallel = self._is_parallel() and not self.units.keeps_whole(counts)
+        whole = self.units.keeps_whole(counts) or any(c.why_not for c in self.cuttings)
+        parallel = self._is_parallel() and not whole  # a whole branch hands out no term of a sum
         for branch, cuttings in zip(self.branches, found, strict=True):
             form = "parallel" if parallel else self._form(branch)
             self.chosen[branch.root] = form
@@ -130,16 +133,25 @@ class Block:
         self._put(owner, keys)
 
     def _undecided(self, cutting: Cutting) -> None:
-        no_notes: tuple[str, ...] = ()
+        """One `todo` for the module in which a group lies, or one for each of its products where that is the block."""
+        root = pattern_of(cutting.group.root)
+        seen = f"not decided: {cutting.why_not}"
+        if root and root not in self.rules:
+            out = "{0: residual}" if isinstance(self._output(cutting.group.root, ""), dict) else "residual"
+            rule = f"{{style: replicate, below: true, input: R, output: {out}}}"
+            choice = f"choices: {rule}, with which every rank does all of it,"
+            self._put(root, {"style": "todo"}, notes=(seen, choice, "or rules that cut what hangs together"))
+            self.whole.add(root)
+            return
         notes: tuple[str, ...] = (
-            f"not decided: {cutting.why_not}",
-            "choices: `replicate` for each (every rank does all of it), or cut what hangs together by hand",
+            seen,
+            "choices: `replicate` for each (every rank does all of it), or cut them by hand",
         )
         for product in cutting.group.products:
             owner = pattern_of(product.parameter.rpartition(".")[0])
             if owner not in self.rules:
                 self._put(owner, {"style": "todo"}, notes=notes)
-                notes = no_notes
+                notes = ()
 
     def _group(self, cutting: Cutting, form: Form, root: str) -> None:
         group = cutting.group
@@ -278,8 +290,7 @@ class Block:
             keeps_shape = len(given) == 1 and out is not None and given[0].shape == out.shape
             if keeps_shape and all(t.dim() == 1 for t in own):
                 reads_input = parallel and is_stream(call.last)
-                outer = self._outer(call.name)
-                if outer:
+                if self._outer(call.name):
                     self._put(call.name, {"style": "replicate"})
                 else:
                     self._put(call.name, {"style": "norm", **({"grad": "sum"} if reads_input else {})})
@@ -304,7 +315,9 @@ class Block:
             self._put(name, {"style": "todo"}, notes=(*notes, "choices: `norm` on the stream, `replicate`, or a cut"))
 
     def _is_ruled(self, name: str) -> bool:
-        """Whether rules on its parameters, one by one, cover a module."""
+        """Whether rules on its parameters, one by one, or one on a module around it cover a module."""
+        if any(pattern_of(name).startswith(f"{root}.") for root in self.whole):
+            return True
         tensors = tensors_of(self.module.get_submodule(name))
         return bool(tensors) and all(f"{pattern_of(name)}.{tensor}" in self.rules for tensor in tensors)
 
