@@ -9,6 +9,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from dtplan._errors import DtplanError
 from dtplan.cli import cli
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -28,11 +29,13 @@ def steps(page: str, folder: Path) -> Iterator[tuple[str, str]]:
 
 def check(command: str, output: str, folder: Path) -> None:
     """Run a command in ``folder``, the current one. ``...`` in ``output`` is anything, and `# exit N` the status."""
-    command, _, comment = command.partition("  # exit ")
+    command, _, comment = command.partition(" # exit ")
     wanted = int(comment or 0)
     if command.startswith("dtplan ") and not set("|>&;") & set(command):
         result = CliRunner().invoke(cli, command.split()[1:])
         found, status = result.output, result.exit_code
+        if isinstance(result.exception, DtplanError):  # as `main` tells it
+            found, status = f"{found}error: {result.exception}\n", result.exception.exit_code
     else:
         done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=False)  # noqa: S602
         found, status = done.stdout + done.stderr, done.returncode

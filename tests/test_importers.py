@@ -83,7 +83,7 @@ def test_what_transformers_leaves_out_is_left_out_and_refuted() -> None:
 
 
 def test_experts_in_halves_are_sections_and_their_inputs_are_summed() -> None:
-    config = MixtralConfig(**{**TINY, "num_local_experts": 4}, experts_implementation="eager")
+    config = MixtralConfig(**{**TINY, "num_local_experts": 4, "experts_implementation": "eager"})
     imported = from_hf(build(config))
     rules = rules_of(imported)
     experts = "model.layers.*.mlp.experts"
@@ -216,7 +216,7 @@ def test_a_config_that_is_no_plan_says_what_is_wrong(given: dict[str, Any], says
 def megatron() -> dict[str, ParallelStyle]:
     """What torch's tutorials write for Llama with sequence parallelism."""
     layer = "model.layers.*"
-    attention = {"hidden_states": Shard(1)}
+    attention: dict[str, Any] = {"hidden_states": Shard(1)}
     return {
         "model.embed_tokens": RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dtplan.report.diff import diff
 from dtplan.report.lock import Lock, LockError, lock, read_lock
 from tests import families
 from tests.models import llama
+from tests.pages import check, steps
 
 LOCKS = sorted((Path(__file__).parent / "locks").glob("*.lock"))
 
@@ -233,15 +233,8 @@ def test_what_is_no_lock_is_refused(tmp_path: Path, text: str | None, told: str)
 
 def test_the_page_s_commands_print_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/compare.md: every console block, in order, in a folder with the page's two files."""
-    page = (Path(__file__).parents[1] / "docs" / "compare.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    Path("config.json").write_text(next(text for kind, text in blocks if kind == "json"))
-    Path("mine.yaml").write_text(next(text for kind, text in blocks if kind == "yaml"))
-    consoles = "".join(text for kind, text in blocks if kind == "console")
-    steps = [step.partition("\n") for step in re.split(r"^\$ ", consoles, flags=re.MULTILINE)[1:]]
-    assert len(steps) == 4
-    for command, _, output in steps:
-        program, *args = command.split()
-        assert program == "dtplan"
-        assert CliRunner().invoke(cli, args).output == output, command
+    told = list(steps("compare.md", tmp_path))
+    for command, output in told:
+        check(command, output, tmp_path)
+    assert len(told) == 4
