@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, GraniteConfig
 
 import dtplan
+from dtplan.cli import cli
 from dtplan.plan.read import parse_plan
 from tests.models import build, llama
 from tests.test_cli import LLAMA_70B, shell
@@ -56,14 +58,16 @@ def test_the_python_block_trains_and_saves(folder: Path) -> None:
     assert not torch.equal(tuned.lm_head.weight, before.lm_head.weight)
 
 
-def test_the_commands_run(folder: Path) -> None:
+def test_the_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     (block,) = [block for block in blocks("sh") if "dtplan list" in block]
-    lines = block.splitlines()
-    assert len(lines) == 5
-    for line in lines:
-        command, *args = line.split()
+    lines = [line.partition("#")[0].split() for line in block.splitlines()]
+    assert len(lines) == 9
+    for command, *args in lines:
         assert command == "dtplan"
-        assert run(sys.executable, "-m", "dtplan.cli", *args, cwd=folder)
+        done = CliRunner().invoke(cli, args)
+        assert done.exit_code == 0, f"{args}: {done.output} {done.exception}"
+        assert done.output
 
 
 def test_the_test_of_a_plan_passes(tmp_path: Path) -> None:
