@@ -21,7 +21,7 @@ from dtplan.author.opinion import with_opinion
 from dtplan.author.writer import folded, plan_text
 from dtplan.cli import cli
 from dtplan.plan.read import check, load_plan, parse_plan
-from dtplan.plan.spec import Plan
+from dtplan.plan.spec import Layout, Plan, R, S
 from dtplan.planner.bind import bind
 from dtplan.prove.shrink import CannotProveError
 from dtplan.testing import assert_plan_equivalent
@@ -34,7 +34,7 @@ def drafted(model: Any) -> Plan:
     return parse_plan(plan_text(draft_plan(model)), "draft.yaml")
 
 
-def layout(model: nn.Module, plan: Plan) -> dict[str, object]:
+def layout(model: nn.Module, plan: Plan) -> dict[str, tuple[Layout, tuple[int, ...], str, bool]]:
     """Where every tensor lies at degree 2, in which sections, how its gradient is made whole, who adds it."""
     bound = bind(model, plan, tp=2)
     return {
@@ -178,6 +178,8 @@ def test_the_draft_of_the_scrambled_model_is_proved() -> None:
 
 # ---------------------------------------------------------------------------------------------- what is left undecided
 
+KEPT_WHOLE = "{style: replicate, below: true, input: R, output: {0: residual}}"
+
 
 def config_file(folder: Path, config: PretrainedConfig, cls: str) -> str:
     file = folder / "config.json"
@@ -197,7 +199,17 @@ def test_what_is_not_decided_is_todo_with_what_was_seen(norms_per_head: PlanDraf
     assert set(todo) == {"model.layers.*.self_attn"}
     seen, choices, _ = todo["model.layers.*.self_attn"].notes
     assert "q_layernorm.norms.0.weight" in seen
-    assert "choices: {style: replicate, below: true, input: R, output: residual}" in choices
+    assert choices == f"choices: {KEPT_WHOLE}, with which every rank does all of it,"
+
+
+def test_the_choice_that_is_written_above_a_todo_can_be_taken(norms_per_head: PlanDraft) -> None:
+    text = plan_text(norms_per_head)
+    assert text.count(" todo\n") == 1
+    taken = parse_plan(text.replace(" todo\n", f" {KEPT_WHOLE}\n"))
+    config = transformers.StableLmConfig(num_hidden_layers=2, qk_layernorm=True, pad_token_id=0)
+    placed = layout(meta_of(config), taken)
+    assert placed["model.layers.0.self_attn.q_layernorm.norms.0.weight"][0] == R
+    assert placed["model.layers.0.mlp.up_proj.weight"][0] == S(0)
 
 
 def test_lint_refuses_a_todo_and_names_its_line(norms_per_head: PlanDraft, tmp_path: Path) -> None:
@@ -289,7 +301,7 @@ def test_a_draft_with_todos_is_not_proved(tmp_path: Path) -> None:
     config = transformers.StableLmConfig(num_hidden_layers=2, qk_layernorm=True, pad_token_id=0)
     done = run("--model", config_file(tmp_path, config, "StableLmForCausalLM"), "--prove")
     assert done.exit_code == 2
-    assert "# not proved: 1 rules are `todo`\n" in done.output
+    assert "# not proved: 1 rule is `todo`\n" in done.output
 
 
 def test_a_wrong_draft_is_mended_by_what_its_proof_found(tmp_path: Path) -> None:

@@ -35,17 +35,8 @@ from dtplan.report.page.tree import ranges, tree
 from dtplan.report.page.view import view
 from dtplan.report.page.words import few, percent
 from tests import families
+from tests.test_cli import LLAMA_70B
 
-LLAMA_70B: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 32000,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-}
 VOID = {"meta", "link", "input", "br", "img"}
 ROLES = {"treegrid", "row", "gridcell", "columnheader", "img", "search", "group"}
 UNWANTED = {"img", "iframe", "object", "embed", "form", "audio", "video", "base", "source"}

@@ -137,7 +137,8 @@ class Block:
         root = pattern_of(cutting.group.root)
         seen = f"not decided: {cutting.why_not}"
         if root and root not in self.rules:
-            rule = "{style: replicate, below: true, input: R, output: residual}"
+            out = "{0: residual}" if isinstance(self._output(cutting.group.root, ""), dict) else "residual"
+            rule = f"{{style: replicate, below: true, input: R, output: {out}}}"
             choice = f"choices: {rule}, with which every rank does all of it,"
             self._put(root, {"style": "todo"}, notes=(seen, choice, "or rules that cut what hangs together"))
             self.whole.add(root)

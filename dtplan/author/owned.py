@@ -1,4 +1,4 @@
-"""What a module owns itself, not the modules below it; and whether it computes what a Linear does."""
+"""What a module owns itself, not the modules below it, and what it computes with it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from dtplan.cli.options import DTYPES, echo_lines
+from dtplan.cli.completion import PLAN
+from dtplan.cli.options import DTYPES, a_model, echo_lines
 from dtplan.plan.read import load_plan
 from dtplan.sizing.gpus import GPUS
 
@@ -33,8 +34,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 
 
 @click.command()
-@click.argument("plan_argument", metavar="[PLAN]", default="auto")
-@click.option("--model", required=True, help="A model folder, a config.json, or a name that transformers knows.")
+@click.argument("plan_argument", metavar="[PLAN]", default="auto", type=PLAN)
+@a_model
 @click.option("--gpus", required=True, type=click.IntRange(min=1), help="GPUs in all.")
 @click.option("--seq", default=4096, show_default=True, type=click.IntRange(min=2), help="Tokens of a sequence.")
 @click.option(
@@ -57,7 +58,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 @click.option("--memory", type=Size(), help="Of one GPU, as 80GiB; that of the named GPU, if not given.")
 @click.option("--reserve", type=Size(), default="6GiB", show_default=True, help="Of it, for CUDA, NCCL, fragmentation.")
 @click.option("--gpus-per-host", default=8, show_default=True, type=click.IntRange(min=1), help="Linked by NVLink.")
-@click.option("--plan", "plan_option", help="As the argument: a built-in plan's name or a file.")
+@click.option("--plan", "plan_option", type=PLAN, help="As the argument: a built-in plan's name or a file.")
 @click.option("--tp", type=click.IntRange(min=1), help="Only this tensor parallel degree.")
 @click.option(
     "--sequence-parallel/--no-sequence-parallel", default=None, help="Only with or without; both, if not given."

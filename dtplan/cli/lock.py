@@ -12,7 +12,7 @@ import click
 
 from dtplan._errors import FindingsError
 from dtplan.cli.completion import MODEL, PLAN_OR_BOUND
-from dtplan.cli.options import as_annotation
+from dtplan.cli.options import as_annotation, bound_at
 from dtplan.plan.read import load_plan
 from dtplan.report.diff import Diff
 from dtplan.report.lock import Lock, compared, lock, read_lock
@@ -23,11 +23,7 @@ from dtplan.report.lock import Lock, compared, lock, read_lock
 @click.option(
     "--model", type=MODEL, help="To write a lock: a model folder, a config.json, or a name that transformers knows."
 )
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor parallel degree.")
-@click.option("--shard", default=1, show_default=True, type=click.IntRange(min=1), help="FSDP2 shard degree.")
-@click.option("--replicate", default=1, show_default=True, type=click.IntRange(min=1), help="Replicas.")
-@click.option("--sequence-parallel", is_flag=True, help="Cut the residual stream along the sequence.")
-@click.option("--loss-parallel", is_flag=True, help="Keep the logits cut along the vocabulary.")
+@bound_at
 @click.option(
     "-o",
     "--output",

@@ -8,17 +8,14 @@ from pathlib import Path
 
 import click
 
-from dtplan.cli.completion import MODEL
-from dtplan.cli.options import parse_degrees
+from dtplan.cli.options import a_model, parse_degrees
 
 SCHEMA = "plan.schema.json"
 
 
 @click.command()
 @click.argument("file", required=False, type=click.Path())
-@click.option(
-    "--model", required=True, type=MODEL, help="A model folder, a config.json, or a name that transformers knows."
-)
+@a_model
 @click.option(
     "--from",
     "source",

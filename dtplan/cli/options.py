@@ -3,12 +3,48 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import click
 
+from dtplan.cli.completion import MODEL
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_COUNT = click.IntRange(min=1)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+a_model = click.option(
+    "--model", required=True, type=MODEL, help="A model folder, a config.json, or a name that transformers knows."
+)
+_DEGREES = (
+    click.option("--tp", default=1, show_default=True, type=_COUNT, help="Tensor parallel degree."),
+    click.option("--shard", default=1, show_default=True, type=_COUNT, help="FSDP2 shard degree."),
+    click.option("--replicate", default=1, show_default=True, type=_COUNT, help="Replicas."),
+    click.option("--sequence-parallel", is_flag=True, help="Cut the residual stream along the sequence."),
+    click.option("--loss-parallel", is_flag=True, help="Keep the logits cut along the vocabulary."),
+)
+_STEP = (
+    click.option("--batch", default=1, show_default=True, type=_COUNT, help="Sequences of a batch."),
+    click.option("--seq", default=4096, show_default=True, type=_COUNT, help="Tokens of a sequence."),
+    click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(DTYPES), help="Of activations."),
+)
+
+
+def bound_at(command: Command) -> Command:
+    """The degrees and switches with which a plan is bound."""
+    return _with(_DEGREES, command)
+
+
+def of_a_step(command: Command) -> Command:
+    """The batch for which collectives and bytes are counted."""
+    return _with(_STEP, command)
+
+
+def _with(options: Iterable[Callable[[Command], Command]], command: Command) -> Command:
+    for option in reversed(tuple(options)):
+        command = option(command)
+    return command
 
 
 def parse_degrees(text: str) -> list[int]:

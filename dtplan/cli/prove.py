@@ -8,16 +8,14 @@ from typing import Literal
 
 import click
 
-from dtplan.cli.completion import MODEL, PLAN
-from dtplan.cli.options import parse_batch, parse_degrees, parse_sizes
+from dtplan.cli.completion import PLAN
+from dtplan.cli.options import a_model, parse_batch, parse_degrees, parse_sizes
 from dtplan.plan.read import load_plan
 
 
 @click.command()
 @click.argument("plan", default="auto", type=PLAN)
-@click.option(
-    "--model", required=True, type=MODEL, help="A model folder, a config.json, or a name that transformers knows."
-)
+@a_model
 @click.option("--tp", default="2", show_default=True, help="Tensor parallel degrees, with commas.")
 @click.option(
     "--sequence-parallel",

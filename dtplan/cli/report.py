@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtplan.cli.completion import MODEL, PLAN
-from dtplan.cli.options import DTYPES
+from dtplan.cli.completion import PLAN
+from dtplan.cli.options import a_model, bound_at, of_a_step
 from dtplan.plan.read import load_plan
 
 if TYPE_CHECKING:
@@ -23,17 +23,9 @@ _BOUND = (".json", ".lock")
 
 @click.command()
 @click.argument("plan", default="auto", type=PLAN)
-@click.option(
-    "--model", required=True, type=MODEL, help="A model folder, a config.json, or a name that transformers knows."
-)
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor parallel degree.")
-@click.option("--shard", default=1, show_default=True, type=click.IntRange(min=1), help="FSDP2 shard degree.")
-@click.option("--replicate", default=1, show_default=True, type=click.IntRange(min=1), help="Replicas.")
-@click.option("--sequence-parallel", is_flag=True, help="Cut the residual stream along the sequence.")
-@click.option("--loss-parallel", is_flag=True, help="Keep the logits cut along the vocabulary.")
-@click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences of a batch.")
-@click.option("--seq", default=4096, show_default=True, type=click.IntRange(min=1), help="Tokens of a sequence.")
-@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(DTYPES), help="Of activations.")
+@a_model
+@bound_at
+@of_a_step
 @click.option("--gpus-per-host", default=8, show_default=True, type=click.IntRange(min=1), help="For the picture.")
 @click.option("--te", is_flag=True, help="Which modules become TransformerEngine layers, and why others do not.")
 @click.option("--fp8", is_flag=True, help="The same for FP8, which needs dims that are multiples of 16.")
