@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from dtplan.cli import cli
+from dtplan.cli import cli, main
 from dtplan.plan.library import builtin_plans
 
 LLAMA_70B: dict[str, Any] = {
@@ -30,9 +32,25 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(cli, list(args))
 
 
-def shell(*args: str) -> subprocess.CompletedProcess[str]:
-    """The installed command's own process: error texts and exit codes are made by ``main``."""
-    return subprocess.run([sys.executable, "-m", "dtplan.cli", *args], capture_output=True, text=True, check=False)
+@dataclass(frozen=True)
+class Told:
+    """What a command printed, and its exit code."""
+
+    stdout: str
+    stderr: str
+    returncode: int
+
+
+def shell(*args: str) -> Told:
+    """What the installed command does, which is ``main``: it makes the error texts and exit codes."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dtplan", *args])
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return Told(out.getvalue(), err.getvalue(), code)
 
 
 @pytest.fixture

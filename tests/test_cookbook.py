@@ -17,4 +17,4 @@ def test_the_cookbook_s_commands_print_what_it_says(tmp_path: Path, monkeypatch:
     told = list(steps("cookbook.md", tmp_path))
     for command, output in told:
         check(command, output, tmp_path)
-    assert len(told) == 15
+    assert len(told) == 16
