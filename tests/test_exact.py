@@ -9,15 +9,16 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, StableLmConfig
 
 import dtplan
+from dtplan.plan.read import parse_plan
 from dtplan.planner.ledger import ledger
 from dtplan.prove.counter import CollectiveCounter
 from dtplan.prove.oracle import BOUND, errors, outcome
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
-from tests.models import CONFIGS, batch, build, llama, neox
+from tests.models import CONFIGS, batch, build, llama, neox, on_meta
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
@@ -42,6 +43,33 @@ def test_logits_and_every_gradient_on_every_rank(name: str, tp: int, sequence_pa
         wrong = {name: error for name, error in found.items() if not error <= BOUND}
         assert not wrong, f"rank {rank}: {wrong}"
         assert len(found) == 2 + len(truth.grads)
+
+
+def test_a_layer_is_counted_once_however_many_alike_modules_it_has() -> None:
+    """StableLM has a norm module for every head."""
+    plan = parse_plan(
+        """
+dtplan: 1
+units: {ffn: intermediate_size}
+rules:
+  model.embed_tokens: replicate
+  model.rotary_emb: replicate
+  model.layers.*.self_attn: {style: replicate, below: true}
+  model.layers.*.input_layernorm: replicate
+  model.layers.*.post_attention_layernorm: replicate
+  model.layers.*.mlp: {input: R}
+  model.layers.*.mlp.{gate,up}_proj: {style: colwise, unit: ffn}
+  model.layers.*.mlp.down_proj: {style: rowwise, unit: ffn}
+  model.norm: replicate
+  lm_head: replicate
+fsdp: {units: [model.layers.*]}
+"""
+    )
+    config = StableLmConfig(
+        num_hidden_layers=3, hidden_size=64, num_attention_heads=8, qk_layernorm=True, pad_token_id=0
+    )
+    (floor,) = ledger(dtplan.bind(on_meta(config), plan, tp=2)).floors
+    assert (floor.layer, floor.count, floor.forward, floor.backward) == ("model.layers.*", 3, 1, 1)
 
 
 COLLECTIVES = {

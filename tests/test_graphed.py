@@ -131,6 +131,7 @@ def test_another_batch_is_refused_with_both_shapes(step: tuple[graphed.Recorded,
         run(other, accumulate=False)
 
 
+@pytest.mark.parametrize("capturing", [False, True], ids=["warm-up", "recording"])
 @pytest.mark.parametrize(
     ("batch", "mask"),
     [
@@ -141,10 +142,10 @@ def test_another_batch_is_refused_with_both_shapes(step: tuple[graphed.Recorded,
     ids=["whole", "padded", "packed"],
 )
 def test_masks_are_made_as_while_recording(
-    monkeypatch: pytest.MonkeyPatch, batch: dict[str, Tensor], mask: tuple[int, ...] | None
+    monkeypatch: pytest.MonkeyPatch, batch: dict[str, Tensor], mask: tuple[int, ...] | None, capturing: bool
 ) -> None:
     """None for whole sequences (fast kernels); one for what may be padded or packed, whose values nobody looks at."""
-    monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
+    monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: capturing)
     model: Any = AutoModelForCausalLM.from_config(llama(attn_implementation="sdpa"))
     seen = []
     model.model.layers[0].self_attn.register_forward_pre_hook(

@@ -212,6 +212,16 @@ def test_the_choice_that_is_written_above_a_todo_can_be_taken(norms_per_head: Pl
     assert placed["model.layers.0.mlp.up_proj.weight"][0] == S(0)
 
 
+def test_a_parallel_block_with_a_branch_that_stays_whole_is_no_parallel_residual() -> None:
+    """A whole branch hands out no term of a sum, so its block reduces branch by branch, as the choice offered says."""
+    config = transformers.StableLmConfig(
+        num_hidden_layers=2, qk_layernorm=True, use_parallel_residual=True, pad_token_id=0
+    )
+    rules = {rule.path: rule.keys for rule in draft_plan(meta_of(config)).rules}
+    assert rules["model.layers.*"] == {"input": "residual"}
+    assert rules["model.layers.*.mlp.down_proj"]["output"] == "residual"
+
+
 def test_lint_refuses_a_todo_and_names_its_line(norms_per_head: PlanDraft, tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text(plan_text(norms_per_head))
