@@ -6,6 +6,7 @@ All run on simulated ranks, where a case takes half a second; the ones that stan
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -228,3 +229,32 @@ def test_mixed_precision_reduces_in_float32(word: str, dtype: torch.dtype) -> No
     assert (policy.param_dtype, policy.reduce_dtype) == (dtype, torch.float32)
     with pytest.raises(dtplan.DegreesError, match="give 'bf16', 'fp16'"):
         precision("bf8")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_recomputation_keeps_no_cache_of_keys_and_values(attention: str) -> None:
+    """Configs ask for a cache unless told otherwise; the second run of a layer would write to it again."""
+    config = llama(use_cache=True, attn_implementation=attention)
+    model, data = build(config), batch(config)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    model(**data).loss.backward()
+    truth = {name: p.grad for name, p in model.named_parameters()}
+    given = next(n for n in ("cache", "past_key_values") if n in inspect.signature(type(model).forward).parameters)
+
+    def on_rank(rank: int) -> dict[str, float]:
+        mesh = _mesh({"tp": 2})
+        sharded = dtplan.parallelize(copies[rank], mesh, activation_checkpointing=True)
+        found = sharded(**data)
+        assert found[given].get_seq_length() == 0
+        found.loss.backward()
+        with torch.no_grad():
+            prefix = sharded(input_ids=data["input_ids"][:, :4])[given]
+            assert prefix.get_seq_length() == 4
+        with pytest.raises(dtplan.ApplyError, match=r"layers.0 is recomputed, and was given a cache that holds 4 tok"):
+            sharded(input_ids=data["input_ids"][:, 4:], **{given: prefix})
+        grads = {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
+        return {name: ((grads[name] - g).abs().max() / g.abs().max()).item() for name, g in truth.items()}
+
+    for found in simulated_ranks(2, on_rank):
+        assert found
+        assert max(found.values()) <= BOUND

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from dtplan._errors import DegreesError
+from dtplan._errors import ApplyError, DegreesError
 from dtplan.planner.bound import BoundPlan
 
 
@@ -52,7 +54,33 @@ def checkpoint_units(model: nn.Module, bound: BoundPlan, every: int, recomputing
     """Recompute every ``every``-th unit's activations in backward; its forward is wrapped in place."""
     for name in bound.fsdp_units[::every]:
         unit = model.get_submodule(name)
-        unit.forward = recomputing(unit.forward)
+        unit.forward = _without_cache(name, unit.forward, recomputing(unit.forward))
+
+
+def _without_cache(name: str, once: Any, twice: Any) -> Any:
+    """``twice`` without transformers' cache of keys and values, or ``once`` with it where no gradients are wanted.
+
+    A cache would keep what recomputation lets go, and the second run would write to it again.
+    """
+    kind: Any = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+
+    def none(value: Any) -> Any:
+        if not isinstance(value, kind):
+            return value
+        if length := value.get_seq_length():
+            raise ApplyError(
+                f"{name} is recomputed, and was given a cache that holds {length} tokens: call the model without it, "
+                "or under torch.no_grad()"
+            )
+        return None
+
+    @functools.wraps(once)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return once(*args, **kwargs)
+        return twice(*(none(value) for value in args), **{key: none(value) for key, value in kwargs.items()})
+
+    return forward
 
 
 def recomputed(forward: Any) -> Any:
