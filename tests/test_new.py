@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -318,7 +319,9 @@ def test_a_wrong_draft_is_mended_by_what_its_proof_found(tmp_path: Path) -> None
     model = config_file(tmp_path, CONFIGS["phi3"](), "Phi3ForCausalLM")
     made = new_plan(model)
     path = "model.layers.*.mlp.gate_up_proj"
-    wrong = made.draft.with_rule(path, keys={"style": "colwise", "unit": "ffn"})
+    keys = {"style": "colwise", "unit": "ffn"}
+    rules = (dataclasses.replace(r, keys=keys) if r.path == path else r for r in made.draft.rules)
+    wrong = dataclasses.replace(made.draft, rules=tuple(rules))
     found = proved(New(wrong, plan_text(wrong)), model, tp=[2])
     assert found.proof is not None
     assert found.proof.verdict == "proved"

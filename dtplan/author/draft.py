@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,8 +60,3 @@ class PlanDraft:
         """The rules that a person has to replace before lint takes the plan."""
         every = (*self.rules, *(rule for variant in self.variants for rule in variant.rules))
         return tuple(rule for rule in every if rule.undecided)
-
-    def with_rule(self, path: str, **changes: Any) -> PlanDraft:
-        """The draft with fields of the rule at ``path`` replaced."""
-        rules = tuple(dataclasses.replace(rule, **changes) if rule.path == path else rule for rule in self.rules)
-        return dataclasses.replace(self, rules=rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,11 +34,6 @@ class _Called:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
-
-
-@dataclass(slots=True)
-class _Walked:
-    calls: dict[str, _Called] = field(default_factory=dict)
 
 
 def draft_plan(real: nn.Module) -> PlanDraft:

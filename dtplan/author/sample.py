@@ -65,6 +65,7 @@ def sample(real: nn.Module, *, seed: int = 0) -> Sample:
         CannotProveError: the class cannot be shrunken, or does not take the small sizes.
     """
     small, _ = shrink(real.config, [_DEGREE])
+    why: Exception | None = None
     for wanted, is_grouped in _wanted(real.config, small):
         try:
             tried = rebuilt(small, wanted)
@@ -72,14 +73,17 @@ def sample(real: nn.Module, *, seed: int = 0) -> Sample:
             model, batch = live_model(type(real), tried, seed), token_batch(tried, rows=2, length=12, seed=seed)
             with torch.no_grad(), float64_casts():
                 logits_of(model, batch)
-        except Exception:  # noqa: BLE001, S112 - a class has rules of its own for sizes: then the next, less odd ones
+        except Exception as error:  # noqa: BLE001 - a class has rules of its own for sizes: then the next, less odd ones
+            why = error
             continue
         text = tried.get_text_config(decoder=True)
         prefix = next((f"{name}." for name in tried.sub_configs if getattr(tried, name, None) is text), "")
         return Sample(model, batch, text, prefix, is_grouped)
+    told = (str(why).strip().splitlines() or [type(why).__name__])[0]
     raise CannotProveError(
-        f"{type(real).__name__} does not run on token ids alone, once shrunken: no data flow to draft a plan from"
-    )
+        f"{type(real).__name__} does not run on token ids alone, once shrunken ({told}): there is no data flow to draft "
+        "a plan from"
+    ) from why
 
 
 def _wanted(real: Any, small: Any) -> Iterator[tuple[dict[str, Any], bool]]:
