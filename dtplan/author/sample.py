@@ -81,7 +81,7 @@ def sample(real: nn.Module, *, seed: int = 0) -> Sample:
         return Sample(model, batch, text, prefix, is_grouped)
     told = (str(why).strip().splitlines() or [type(why).__name__])[0]
     raise CannotProveError(
-        f"{type(real).__name__} does not run on token ids alone, once shrunken ({told}): there is no data flow to draft "
+        f"{type(real).__name__} does not run on token ids alone, once shrunken ({told}): no data flow to draft "
         "a plan from"
     ) from why
 
