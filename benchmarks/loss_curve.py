@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/loss_curve.py [--steps 200] [--json FILE] [--plot FILE]
 
 The text is the documentation and source of Python's standard library, as bytes; every mode reads the same batches.
-Two further seeds of the batches' order in unfused bf16 show what noise is. Prints the mean loss of the last 20 steps.
+Other orders of the batches show what noise is. Delayed scaling begins without a history, so that the gradients of its
+first step are lost; "warm" goes through the first batch twice and drops the first gradients. Prints the mean loss of
+the last 20 steps.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dtplan
 
+DELAYED = {"te": "require", "fp8": "delayed"}
 MODES: dict[str, dict[str, Any]] = {
     "unfused bf16": {"te": "off"},
     "unfused bf16, order 2": {"te": "off", "order": 1},
     "unfused bf16, order 3": {"te": "off", "order": 2},
     "fused bf16": {"te": "require"},
     "fused FP8 current": {"te": "require", "fp8": "current"},
-    "fused FP8 delayed": {"te": "require", "fp8": "delayed"},
     "fused FP8 block": {"te": "require", "fp8": "block"},
+    "fused FP8 delayed": DELAYED,
+    "fused FP8 delayed, warm": {**DELAYED, "warm": True},
+    "fused FP8 delayed, warm, order 2": {**DELAYED, "warm": True, "order": 1},
+    "fused FP8 delayed, warm, order 3": {**DELAYED, "warm": True, "order": 2},
 }
 TAIL = 20
 
@@ -43,7 +49,7 @@ def text() -> torch.Tensor:
     return torch.tensor(list(b"".join(file.read_bytes() for file in files)), dtype=torch.long)
 
 
-def curve(tokens: torch.Tensor, steps: int, *, order: int = 0, **options: Any) -> list[float]:
+def curve(tokens: torch.Tensor, steps: int, *, order: int = 0, warm: bool = False, **options: Any) -> list[float]:
     """The loss of each step."""
     config = LlamaConfig(
         vocab_size=256,
@@ -72,6 +78,9 @@ def curve(tokens: torch.Tensor, steps: int, *, order: int = 0, **options: Any) -
             group["lr"] = 3e-4 * min(1.0, (step + 1) / 20)
         starts = torch.randint(0, len(tokens) - 513, (8,), generator=generator)
         ids = torch.stack([tokens[start : start + 512] for start in starts.tolist()]).cuda()
+        if warm and step == 0:
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         dtplan.clip_grad_norm_(model, 1.0)
@@ -112,13 +121,12 @@ def main() -> None:
         curves[mode] = curve(tokens, args.steps, **options)
         if dist.get_rank() == 0:
             tail = statistics.mean(curves[mode][-TAIL:])
-            print(f"{mode:<24} first {curves[mode][0]:.3f}  last {TAIL}: {tail:.4f}", flush=True)
-    if dist.get_rank() == 0:
-        if args.json:
-            found = {"ranks": dist.get_world_size(), "torch": torch.__version__, "curves": curves}
-            args.json.write_text(json.dumps(found) + "\n")
-        if args.plot:
-            plot(curves, args.plot)
+            print(f"{mode:<34} first {curves[mode][0]:.3f}  last {TAIL}: {tail:.4f}", flush=True)
+            if args.json:
+                found = {"ranks": dist.get_world_size(), "torch": torch.__version__, "curves": curves}
+                args.json.write_text(json.dumps(found) + "\n")
+    if dist.get_rank() == 0 and args.plot:
+        plot(curves, args.plot)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ class Worker:
             *settings,
             *("folder", tempfile.gettempdir()),
         ]
-        self.process = subprocess.Popen(command, stdout=self.log.open("w"), stderr=subprocess.STDOUT)
+        log = self.log.open("w")
+        self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         self.pipe: Connection | None = None
 
     def ask(self, what: Any, seconds: float = 300) -> Any:
@@ -86,7 +87,11 @@ class Worker:
 
     def _gone(self) -> None:
         self.pipe, self.why = None, self._last_error()
-        self.process.kill()
+        self.end()
+
+    def end(self) -> None:
+        """The launcher and its ranks."""
+        self.process.terminate()  # a launcher that is killed leaves its ranks, and what they hold of the GPUs
 
     def _last_error(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
@@ -147,10 +152,10 @@ def main() -> None:
         write(workers, rates, args, longer)
         report(workers, rates, args, longer)
         for worker in workers if args.profile else ():
-            print(f"--- {worker.mode}\n{worker.ask('profile', 60)}", flush=True)
+            print(f"--- {worker.mode}\n{worker.ask('profile', 90) or worker.why}", flush=True)
         for worker in workers:
             worker.ask("end", 5) if worker.pipe is not None else None
-            worker.process.terminate()
+            worker.end()
 
 
 def flops(tokens: int, args: argparse.Namespace) -> float:

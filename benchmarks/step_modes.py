@@ -2,10 +2,11 @@
 
 A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `tp2`, `shard4`, `replicate2` are degrees
 (tp takes the ranks that are left, for `fsdp2` shard does), `sp` is sequence parallelism, `attention`
-uses TransformerEngine's, `overlap` does collectives beside matrix products by TransformerEngine's userbuffers. Tags:
+uses TransformerEngine's, `overlap` does collectives beside matrix products (`overlap_tokens`). Tags:
 `compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of
 flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer step in the step),
-`graph` (forward and backward as one CUDA graph: `dtplan.GraphedStep`; its recorder for Megatron-core as well).
+`graph` (forward and backward as one CUDA graph: `dtplan.GraphedStep`; its recorder for Megatron-core as well),
+`unsealed` (fused layers that a compiler may look into: `dtplan.te.install.seal` left out).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("UB_SKIPMC", "1")  # no multicast: it can hang a host that others share
-if any(word in sys.argv[1] for word in (" te", "megatron")):
+if any(word in sys.argv[1] for word in (" te", "megatron")) and (" sp" in sys.argv[1] or " overlap" not in sys.argv[1]):
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # a collective that is launched first also runs first
 
 import torch
@@ -49,6 +50,7 @@ import dtplan
 from dtplan.plan.spec import TeLayer
 from dtplan.planner.bind import find_plan
 from dtplan.planner.graphed import Recorded
+from dtplan.te import fuse
 
 GIB = 1 << 30
 AXES = ("replicate", "shard", "tp")
@@ -262,6 +264,8 @@ class Mode:
             torch.backends.cuda.enable_flash_sdp(False)
         if "overlap" in tags:
             torch._inductor.config.reorder_for_compute_comm_overlap = True  # type: ignore[attr-defined]  # noqa: SLF001
+        if "unsealed" in tags:
+            fuse.seal = lambda *_: None
         self.model = MAKERS[words[0]](words, args).train()
         if "compile" in tags and words[0] == "dtplan":
             dtplan.compile_model(self.model)
@@ -293,7 +297,7 @@ class Mode:
             return None  # recorded for one length
         self.read(sequence)
         try:
-            return self.round(2)
+            return self.round(2, warm=1)
         except torch.OutOfMemoryError:
             for parameter in self.model.parameters():
                 parameter.grad = None
@@ -313,9 +317,9 @@ class Mode:
             parameter.grad = None
         return loss.detach()
 
-    def round(self, steps: int) -> dict[str, Any]:
-        """Seconds of each of some steps after two that are not counted, the peak memory, and the loss."""
-        for _ in range(2):
+    def round(self, steps: int, warm: int = 2) -> dict[str, Any]:
+        """Seconds of each of some steps after ``warm`` that are not counted, the peak memory, and the loss."""
+        for _ in range(warm):
             loss = self.step()
         wait()
         forget_peak()
@@ -344,9 +348,30 @@ class Mode:
         rows = [row for row in found.key_averages() if row.device_type == torch.autograd.DeviceType.CUDA]
         rows = sorted(rows, key=lambda row: -row.self_device_time_total)
         total = sum(row.self_device_time_total for row in rows)
-        lines = [f"{total / 2e3:8.2f} ms in kernels (streams added up)"]
+        sent, hidden = beside(found.events())
+        lines = [
+            f"{total / 2e3:8.2f} ms in kernels (streams added up)",
+            f"{sent / 2e3:8.2f} ms sending between GPUs, {hidden / 2e3:.2f} of them beside other kernels",
+        ]
         lines += [f"{r.self_device_time_total / 2e3:8.2f} ms {r.count / 2:6.0f} x {r.key[:110]}" for r in rows[:28]]
         return "\n".join(lines)
+
+
+def beside(events: Any) -> tuple[float, float]:
+    """Time in which something is sent, and the part of it in which another kernel runs as well; in us."""
+    edges = []
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("nccl:"):
+            sends = any(word in event.name for word in ("nccl", "PtoP", "userbuffers"))
+            kind = (1, 0) if sends else (0, 0 if "barrier" in event.name else 1)
+            span = event.time_range
+            edges += [(span.start, *kind), (span.end, -kind[0], -kind[1])]
+    sending = working = sent = hidden = last = 0
+    for at, sends, works in sorted(edges):
+        sent += (at - last) * (sending > 0)
+        hidden += (at - last) * (sending > 0 and working > 0)
+        sending, working, last = sending + sends, working + works, at
+    return sent, hidden
 
 
 def wait() -> None:

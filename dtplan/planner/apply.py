@@ -86,9 +86,10 @@ def parallelize(
         fp8: ``"current"``, ``"delayed"`` or ``"block"`` (or a recipe of TransformerEngine): fused layers multiply
             in FP8. Needs fused layers.
         overlap_tokens: the tokens of every batch of a tp group (rows x sequence): fused layers then do their
-            collectives beside their matrix products, by TransformerEngine's userbuffers. Needs sequence_parallel and
-            one host; every batch must have exactly so many tokens. Set UB_SKIPMC=1 where NVLink multicast is not
-            to be used.
+            collectives beside their matrix products. Needs GPUs of one host. With sequence_parallel, by
+            TransformerEngine's userbuffers: every batch must have exactly so many tokens; set UB_SKIPMC=1 where
+            NVLink multicast is not to be used. Without, for two tp ranks, as copies from GPU to GPU: batches may be
+            smaller; leave CUDA_DEVICE_MAX_CONNECTIONS unset.
 
     Raises:
         PlanError, BindError: the plan is wrong or does not fit; nothing was changed.

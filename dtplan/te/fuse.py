@@ -14,8 +14,8 @@ from torch import nn
 from dtplan._errors import ApplyError
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.styles import Tp
+from dtplan.te import direct, overlap
 from dtplan.te import engine as engines
-from dtplan.te import overlap
 from dtplan.te.choose import choose
 from dtplan.te.engine import Engine
 from dtplan.te.fused import Choice
@@ -24,7 +24,9 @@ from dtplan.te.precision import quantise, recipe_of, recomputing, refuse_quantis
 from dtplan.te.rebind import rebound
 
 Te = Literal["auto", "require", "off"]
-_NO_OVERLAP = "overlap_tokens={} needs fused layers with sequence parallelism over two tp ranks or more: {}"
+_NO_OVERLAP = (
+    "overlap_tokens={} needs fused layers over two tp ranks, or over more with sequence_parallel: {}; leave it out"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +44,15 @@ class Fusing:
         """Put the fused layers into the model."""
         if self.engine is None:
             return
-        more = {}
-        if self.overlap_tokens is not None:
+        group, more = tp.mesh.get_group(), {}
+        if self.overlap_tokens is not None and self.bound.sequence_parallel:
             fp8, width = self.recipe is not None, self.bound.width
             overlap.prepare(self.engine, tokens=self.overlap_tokens, width=width, ranks=tp.group.size, fp8=fp8)
             more = overlap.options_of(self.choice.fused)
-        install(model, self.choice.fused, tp, self.engine, self.dtype, more)
+        elif self.overlap_tokens is not None:
+            size = self.overlap_tokens * self.bound.width * self.dtype.itemsize
+            group = direct.over(group, direct.lane_of(group, size))
+        install(model, self.choice.fused, tp, self.engine, self.dtype, group, more)
         if self.recipe is not None:
             parts = tp.group.size if self.bound.sequence_parallel else 1
             quantise(model, self.recipe, self.engine, dist.group.WORLD, parts=parts)
@@ -92,8 +97,8 @@ def fuse(
         if overlap_tokens is not None:
             raise ApplyError(_NO_OVERLAP.format(overlap_tokens, engine))
         return Fusing(bound=bound)
-    if overlap_tokens is not None and (bound.tp == 1 or not bound.sequence_parallel):
-        raise ApplyError(_NO_OVERLAP.format(overlap_tokens, "tp is 1 or sequence_parallel is off"))
+    if overlap_tokens is not None and (bound.tp == 1 or (bound.tp > 2 and not bound.sequence_parallel)):
+        raise ApplyError(_NO_OVERLAP.format(overlap_tokens, f"tp is {bound.tp}"))
     recipe = None if fp8 is None else recipe_of(fp8, engine)
     refuse_quantised_parameters(model)
     choice = choose(model, bound, fp8=fp8 is not None)

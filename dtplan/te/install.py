@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -96,24 +97,28 @@ def install(
     tp: Tp,
     engine: Engine,
     dtype: torch.dtype,
+    group: dist.ProcessGroup,
     more: Mapping[str, dict[str, Any]],
 ) -> None:
     """Replace modules in place; ``tp.stored`` learns how the new parameters are put together.
 
-    ``more``: further arguments of TransformerEngine's layers, by name.
+    ``group``: the tp ranks, by which TransformerEngine's layers do their collectives. ``more``: further arguments of
+    these layers, by name.
     """
     for layer in fused:
         if layer.layer == "DotProductAttention":
             attention.use(model.get_submodule(layer.name), engine)
         else:
-            _Installer(model, layer, tp, engine, dtype, more.get(layer.name, {})).run()
+            options = {"tp_group": group, **more.get(layer.name, {})}
+            _Installer(model, layer, tp, engine, dtype, options).run()
 
 
 class _Installer:
     def __init__(
-        self, model: nn.Module, layer: Fused, tp: Tp, engine: Engine, dtype: torch.dtype, more: dict[str, Any]
+        self, model: nn.Module, layer: Fused, tp: Tp, engine: Engine, dtype: torch.dtype, parallel: dict[str, Any]
     ) -> None:
-        self.model, self.layer, self.tp, self.engine, self.dtype, self.more = model, layer, tp, engine, dtype, more
+        self.model, self.layer, self.tp, self.engine, self.dtype = model, layer, tp, engine, dtype
+        self.parallel = parallel
         # the residual stream is cut where the norm's own gradient is a partial sum, or a row layer scatters
         cut = any(move.op in ("gather", "scatter") for move in (*layer.inputs, *layer.outputs) if move.inside)
         self.tokens = Tokens(tp.group if cut else None)
@@ -167,8 +172,7 @@ class _Installer:
             return self._made(width, dtype=options.pop("params_dtype"), **options)
         size = tp.group.size if layer.communicates else 1
         if size > 1:
-            options |= {"tp_group": tp.mesh.get_group(), "tp_size": size, "sequence_parallel": self.tokens.cut}
-            options |= self.more
+            options |= {"tp_size": size, "sequence_parallel": self.tokens.cut, **self.parallel}
         if layer.normalization is not None:
             options["normalization"] = layer.normalization.kind
         if layer.layer == "LayerNormMLP":
