@@ -6,7 +6,7 @@ On a 2-D mesh a mode names its degrees, as `dtplan te bf16 tp2 shard2+compile`; 
 Without GPUs it is a dry run on gloo: `--model tiny --layers 2 --sequence 64 --batch 4 --ranks 4 "dtplan tp2 shard2"`.
 
 Every mode (see benchmarks/step_modes.py) runs in torchrun processes of its own, so that no mode meets another's global
-state. They are built one after another and then take turns, round by round, so that a change of the machine's speed
+state. They are built, a few at a time, and then take turns, round by round, so that a change of the machine's speed
 hits all of them; ratios are taken within a round. Utilisation is of the matrix rate that is measured in the same run.
 Prints a table, and writes JSON with --json, after each round. The models of all modes are on the GPUs at the same time
 (16 layers of Llama 2 7B at tp 2: 5 GiB a mode between its turns, 17 with a CUDA graph), so about ten modes fit.
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -50,6 +51,10 @@ DEFAULT_MODES = [
     "megatron fp8 delayed sp",
     "megatron fp8 delayed sp overlap",
 ]
+
+
+BUILDERS = 3
+"""So many modes are built at the same time: compilers want cores, and a mode's first steps GPU memory."""
 
 
 class Worker:
@@ -134,9 +139,9 @@ def main() -> None:
         modes = args.modes or DEFAULT_MODES
         workers = [Worker(mode, number, args, listener, args.logs) for number, mode in enumerate(modes)]
         connect(workers, listener, 180)
-        for worker in workers:
-            worker.ask("build", 75)
-            print(f"{time.monotonic() - began:5.0f} s  {worker.mode}: {worker.why or 'built'}", flush=True)
+        with ThreadPoolExecutor(BUILDERS) as builders:
+            for worker, _ in zip(workers, builders.map(lambda w: w.ask("build", 120), workers), strict=True):
+                print(f"{time.monotonic() - began:5.0f} s  {worker.mode}: {worker.why or 'built'}", flush=True)
         rates = []
         for _ in range(args.rounds):
             alive = [worker for worker in workers if worker.pipe is not None]
