@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,14 @@ from dtplan._errors import ApplyError
 from dtplan.planner.collectives import Group, all_reduce, chunk_sizes
 
 
+class Kernels(NamedTuple):
+    """What is done to every logit of a rank; see the functions below."""
+
+    largest: Callable[..., Tensor]
+    terms: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
+
+
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -22,14 +30,14 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
-    compiled: str | None = None,
+    compiled: str | Kernels | None = None,
 ) -> Tensor:
     """Cross entropy of ``logits`` [..., vocabulary] and ``labels`` [...], equal to that of whole logits.
 
     Logits that are a DTensor cut along the last dim stay cut: two all-reduces of one or two numbers a token
     (Shoeybi et al. 2019, section 3). Computed in float32 at least. The mean is over labels that are not
     ``ignore_index``; when there is none it is 0. ``compiled``: a backend of ``torch.compile`` for what is done to every
-    logit between the all-reduces; ``"inductor"`` makes no float32 copy of the logits.
+    logit between the all-reduces, or functions that do it; ``"inductor"`` makes no float32 copy of the logits.
 
     Raises:
         ApplyError: a DTensor that is cut along another dim.
@@ -56,7 +64,7 @@ def causal_lm_loss(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     *,
-    compiled: str | None = None,
+    compiled: str | Kernels | None = None,
     **_unused: Any,
 ) -> Tensor:
     """The next-token loss with the signature that transformers calls; ``logits`` may be cut.
@@ -73,7 +81,7 @@ def causal_lm_loss(
 
 
 def _of_parts(
-    logits: DTensor, labels: Tensor, ignore_index: int, label_smoothing: float, *, compiled: str | None
+    logits: DTensor, labels: Tensor, ignore_index: int, label_smoothing: float, *, compiled: str | Kernels | None
 ) -> Tensor:
     if logits.placements != (Shard(logits.dim() - 1),):
         raise ApplyError(f"logits are placed as {logits.placements}; cross_entropy needs them cut along the last dim")
@@ -81,7 +89,7 @@ def _of_parts(
     local = logits.to_local()
     flat = local.reshape(-1, local.shape[-1])
     group = Group.of(mesh.get_group())
-    kernels = _KERNELS if compiled is None else _compiled_kernels(compiled)
+    kernels = _KERNELS if compiled is None else _compiled_kernels(compiled) if isinstance(compiled, str) else compiled
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat, labels, group, vocabulary, ignore_index, label_smoothing, kernels
     )
@@ -118,14 +126,12 @@ def _gradient(
     return (found * grad.unsqueeze(-1)).to(x.dtype)
 
 
-_Kernels = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
-_KERNELS: _Kernels = (_largest, _terms, _gradient)
+_KERNELS = Kernels(_largest, _terms, _gradient)
 
 
 @functools.cache
-def _compiled_kernels(backend: str) -> _Kernels:
-    largest, terms, gradient = (torch.compile(kernel, backend=backend) for kernel in _KERNELS)
-    return largest, terms, gradient
+def _compiled_kernels(backend: str) -> Kernels:
+    return Kernels(*(torch.compile(kernel, backend=backend) for kernel in _KERNELS))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -140,15 +146,15 @@ class _CrossEntropy(torch.autograd.Function):
         vocabulary: int,
         ignore: int,
         smoothing: float,
-        kernels: _Kernels,
+        kernels: Kernels,
     ) -> Tensor:
         first = sum(chunk_sizes(vocabulary, group.size)[: group.rank])
         counted = labels != ignore
         own = (labels >= first) & (labels < first + x.shape[1]) & counted
         index = (labels - first).where(own, 0)
         columns = x if x.shape[1] else x.new_full((len(x), 1), float("-inf"))  # fewer columns than ranks
-        largest = all_reduce(kernels[0](columns), group, "max")
-        summed = all_reduce(kernels[1](columns, largest, index, own, smoothing), group)
+        largest = all_reduce(kernels.largest(columns), group, "max")
+        summed = all_reduce(kernels.terms(columns, largest, index, own, smoothing), group)
         losses = summed[0].log() - (1 - smoothing) * summed[1]
         if smoothing:
             losses = losses - smoothing * summed[2] / vocabulary
@@ -161,4 +167,4 @@ class _CrossEntropy(torch.autograd.Function):
         x, largest, total, index, own, counted = ctx.saved_tensors
         grad = grads[0].where(counted, 0)
         flat = ctx.smoothing / ctx.vocabulary
-        return (ctx.kernels[2](x, largest, total, index, own, grad, ctx.smoothing, flat), *(None,) * 6)
+        return (ctx.kernels.gradient(x, largest, total, index, own, grad, ctx.smoothing, flat), *(None,) * 6)
