@@ -21,6 +21,8 @@ from dtplan.plan.library import locate
 from dtplan.plan.read import parse_plan
 from dtplan.plan.spec import Plan
 from dtplan.planner.apply import applied
+from dtplan.planner.ledger import AGAIN, Ledger, ledger
+from dtplan.prove.counter import CollectiveCounter
 from dtplan.prove.oracle import BOUND, errors, outcome, relative_error, wholes
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.te import engine as engines
@@ -195,6 +197,67 @@ def test_fused_attention_is_exact(standin, sequence_parallel):
 
     options = {"plan": with_attention(), "te": "require", "sequence_parallel": sequence_parallel}
     assert max(found_on_ranks("llama", {"tp": 2}, check, **options).values()) <= BOUND
+
+
+# --------------------------------------------------------------------------------------------------------- collectives
+
+
+Counts = dict[tuple[str, str], int]
+
+
+def counted_on_ranks(models: list[nn.Module], **options: Any) -> tuple[Counts, Ledger]:
+    """Collectives of a step by direction and kind, and the ledger of the bound plan as it was applied."""
+    ids = batch("llama", images=False)["input_ids"]
+
+    def on_rank(rank: int) -> Counts:
+        mesh = init_device_mesh("cpu", (len(models),), mesh_dim_names=("tp",))
+        sharded = dtplan.parallelize(models[rank], mesh, **options)
+        sharded(input_ids=ids)  # the first call compares batches over ranks: not a part of a step
+        with CollectiveCounter() as forward:
+            loss = sharded(input_ids=ids, labels=ids).loss
+        with CollectiveCounter() as backward:
+            loss.backward()
+        ways = {"forward": forward, "backward": backward}
+        return {(way, kind): number for way, seen in ways.items() for kind, number in seen.counts.items()}
+
+    found = simulated_ranks(len(models), on_rank)
+    assert all(each == found[0] for each in found)
+    book = ledger(applied(models[0]).bound, batch=ids.shape[0], sequence=ids.shape[1], dtype="float64")
+    return found[0], book
+
+
+def gathered_again(book: Ledger) -> set[str]:
+    return {entry.cause.removesuffix(AGAIN) for entry in book.entries if entry.cause.endswith(AGAIN)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("llama", {"model.layers.*.self_attn.te_qkv_proj", "model.layers.*.mlp"}),
+        ("neox", set()),  # the block gathers for both, and keeps it
+        ("neox, sequential", {"gpt_neox.layers.*.attention.te_query_key_value", "gpt_neox.layers.*.mlp"}),
+    ],
+)
+def test_the_ledger_counts_what_fused_layers_do(standin, name, columns, sequence_parallel):
+    models = [build(name) for _ in range(2)]
+    counts, book = counted_on_ranks(models, sequence_parallel=sequence_parallel, loss_parallel=True)
+    assert counts == book.counts()
+    assert gathered_again(book) == (columns if sequence_parallel else set())
+    (floor,) = book.floors
+    again = len(columns) if sequence_parallel else 0
+    assert (floor.forward, floor.backward) == (floor.floor_forward, floor.floor_backward + again)
+    assert len(floor.excess) == again
+
+
+def test_the_input_of_a_frozen_weight_is_not_gathered_again(standin):
+    models = [build("llama") for _ in range(2)]
+    for model in models:
+        for layer in model.get_submodule("model.layers").children():
+            layer.get_submodule("self_attn").requires_grad_(False)
+    counts, book = counted_on_ranks(models, sequence_parallel=True, loss_parallel=True)
+    assert counts == book.counts()
+    assert gathered_again(book) == {"model.layers.*.mlp"}
 
 
 # ------------------------------------------------------------------------------------------- what is read, and by whom

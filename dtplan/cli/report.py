@@ -59,7 +59,7 @@ def report(
     from dtplan.planner.ledger import ledger
     from dtplan.planner.meta import meta_model
     from dtplan.report.diff import diff
-    from dtplan.report.fused import choice_of
+    from dtplan.report.fused import choice_of, counted
     from dtplan.report.page import page
     from dtplan.report.page.proofs import read_proof
 
@@ -71,12 +71,13 @@ def report(
     bound = bind(whole, chosen, **degrees, **switches)
     step: dict[str, Any] = {"batch": batch, "sequence": seq, "dtype": dtype}
     other = None if against is None else _read(against) or bind(whole, against, **degrees, **switches)
+    choice = choice_of(whole, bound, fp8=fp8) if te or fp8 else None
     text = page(
         bound,
-        ledger(bound, **step),
+        ledger(counted(bound, choice), **step, fp8=fp8),
         model=Path(model).name,
         gpus_per_host=gpus_per_host,
-        choice=choice_of(whole, bound, fp8=fp8) if te or fp8 else None,
+        choice=choice,
         proof=proved,
         difference=None if other is None else _difference(diff(other, bound, **step), against, plan),
         plan=chosen,

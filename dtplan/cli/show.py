@@ -55,8 +55,8 @@ def show(
         sequence_parallel=sequence_parallel,
         loss_parallel=loss_parallel,
     )
-    book = ledger(bound, batch=batch, sequence=seq, dtype=dtype)
     choice = fused.choice_of(whole, bound, fp8=fp8) if te or fp8 else None
+    book = ledger(fused.counted(bound, choice), batch=batch, sequence=seq, dtype=dtype, fp8=fp8)
     if as_json:
         data = view.as_json(bound, book) | ({} if choice is None else {"fused": fused.as_json(choice)})
         click.echo(json.dumps(data, indent=2, sort_keys=True))

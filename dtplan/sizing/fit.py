@@ -23,6 +23,8 @@ from dtplan.sizing.peak import Peak, peak
 from dtplan.sizing.roofline import Estimate, estimate
 from dtplan.sizing.schedule import Links
 from dtplan.sizing.traced import Cut, Traced, cut_model, traced_step
+from dtplan.te.choose import choose
+from dtplan.te.rebind import rebound
 
 Layers = Literal["torch", "te", "fp8"]
 """The model's own layers, TransformerEngine's, or those in FP8."""
@@ -187,6 +189,7 @@ class _Tp:
         self.times = ask.batch // self.ranks // ask.micro
         self._cut: Cut | None = None
         self._bound: dict[bool, BoundPlan] = {}
+        self._counted: dict[tuple[bool, Layers], BoundPlan] = {}
         self._traced: dict[Switches, Traced] = {}
 
     def rows(self) -> Iterator[Row]:
@@ -231,11 +234,12 @@ class _Tp:
         bound = dataclasses.replace(self._at(sequence_parallel=switches.sequence_parallel), degrees=degrees)
         traced = self._step(switches)
         book = ledger(
-            bound,
+            dataclasses.replace(self._with_layers(switches), degrees=degrees),
             batch=ask.micro,
             sequence=ask.sequence,
             dtype=ask.precision.compute,
             checkpointing=switches.checkpointing,
+            fp8=switches.layers == "fp8",
         )
         found = peak(traced, bound, ask.precision, ask.optimizer, times=self.times)
         guess = estimate(
@@ -257,7 +261,7 @@ class _Tp:
         )
 
     def _at(self, *, sequence_parallel: bool) -> BoundPlan:
-        """The bound plan at this degree. Fused layers hold the same bytes and make the same calls."""
+        """The bound plan at this degree; fused layers hold the same bytes between steps."""
         if sequence_parallel not in self._bound:
             bound = bind(
                 self.model,
@@ -269,6 +273,17 @@ class _Tp:
             modules = bound.modules or whole_modules(self.model)
             self._bound[sequence_parallel] = dataclasses.replace(bound, modules=modules)
         return self._bound[sequence_parallel]
+
+    def _with_layers(self, switches: Switches) -> BoundPlan:
+        """The bound plan with its fused layers, whose collectives are others."""
+        bound = self._at(sequence_parallel=switches.sequence_parallel)
+        if switches.layers == "torch":
+            return bound
+        key = switches.sequence_parallel, switches.layers
+        if key not in self._counted:
+            choice = choose(self.model, bound, fp8=switches.layers == "fp8")
+            self._counted[key] = rebound(bound, choice.fused)
+        return self._counted[key]
 
     def _step(self, switches: Switches) -> Traced:
         """A rank's step, of any layout at this degree."""
