@@ -83,7 +83,7 @@ class _Layer(nn.Module):
         if self.group is None:
             return F.linear(x, weight, bias)
         if self.sequence_parallel:
-            out: Tensor = _GatheredTwice.apply(x, weight, self.group)  # type: ignore[no-untyped-call]
+            out: Tensor = _GatheredTwice.apply(x, weight, self.group)
             return out if bias is None else out + bias
         return F.linear(coll.copy(x, self.group), weight, bias)
 

@@ -488,9 +488,9 @@ def test_quantised_parameters_are_refused(standin):
 # ---------------------------------------------------------------------------------------------------------------- show
 
 
-def shown(tmp_path, name: str, *options: str) -> str:
+def shown(tmp_path, name: str, *options: str, command: str = "show") -> str:
     MODELS[name]().config.save_pretrained(tmp_path)
-    found = CliRunner().invoke(cli, ["show", "--model", str(tmp_path), "--tp", "2", "--te", *options])
+    found = CliRunner().invoke(cli, [command, "--model", str(tmp_path), "--tp", "2", "--te", *options])
     assert found.exit_code == 0
     return found.output
 
@@ -511,3 +511,26 @@ def test_show_of_fused_layers_as_json(tmp_path):
     assert {entry["layer"] for entry in found["fused"]} == {"LayerNormMLP", "Linear", "RMSNorm"}
     assert [entry["layer"] for entry in found["kept"]] == ["LayerNormLinear"]
     assert "multiples of 16" in found["kept"][0]["reason"]
+
+
+def test_the_ledger_that_is_shown_is_that_of_the_fused_layers(tmp_path):
+    """In FP8 the MLP and o_proj are fused here, qkv is not: what is gathered for it has the model's dtype."""
+    step = ("--sequence-parallel", "--batch", "1", "--seq", "64")
+    file = tmp_path / "report.html"
+    assert "self_attn.te_qkv_proj: its input again" in shown(tmp_path, "llama", *step)
+    shown(tmp_path, "llama", *step, "-o", str(file), command="report")
+    assert "self_attn.te_qkv_proj: its input again" in file.read_text()
+    book = json.loads(shown(tmp_path, "llama", *step, "--fp8", "--json"))["ledger"]
+    whole = 64 * 32  # tokens, features
+    found = {
+        (entry["cause"].partition("*.")[2], entry["direction"], entry["bytes"] // whole)
+        for entry in book["entries"]
+        if entry["kind"] == "all_gather" and entry["layer"] == "model.layers.*"
+    }
+    assert found == {
+        ("self_attn", "forward", 2),
+        ("self_attn.o_proj", "backward", 1),
+        ("mlp", "forward", 1),
+        ("mlp: its input again", "backward", 1),
+        ("mlp", "backward", 1),
+    }

@@ -156,10 +156,9 @@ def move_entries(
     calls: list[tuple[Direction, Kind | None, str]] = [("forward", forward, ""), ("backward", backward, "")]
     if _gathers_again(module, move):
         calls.append(("backward", "all_gather", AGAIN))
-    features = _features(bound, move)
+    features, own = _features(bound, move), tokens if quantised is None else quantised
     for direction, kind, why in calls:
         if kind is not None:
-            in_fp8 = quantised is not None and move.inside and kind == "all_gather"
             yield Entry(
                 layer=layer_of(bound, module),
                 cause=module.pattern + why,
@@ -167,7 +166,7 @@ def move_entries(
                 axis="tp",
                 direction=direction,
                 count=len(module.names),
-                bytes=features * (quantised if in_fp8 else tokens),
+                bytes=features * (own if move.inside and kind == "all_gather" else tokens),
             )
 
 
