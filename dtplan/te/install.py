@@ -273,7 +273,8 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
 def seal(model: nn.Module, fused: Iterable[Fused]) -> None:
     """Call fused layers through their class once all is wrapped around them, so that compiled code finds one function.
 
-    A compiler takes them as they are: what they do is not traced.
+    A compiler takes them as they are: what they do is not traced. A compiler that may look into them finds the same
+    graphs, but the host is busier: for 0.74 of a bf16 step of two layers on two H200s in place of 0.64.
     """
     for layer in fused:
         if layer.layer != "DotProductAttention":
