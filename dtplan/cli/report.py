@@ -27,7 +27,11 @@ _BOUND = (".json", ".lock")
 @bound_at
 @of_a_step
 @click.option("--gpus-per-host", default=8, show_default=True, type=click.IntRange(min=1), help="For the picture.")
-@click.option("--te", is_flag=True, help="Which modules become TransformerEngine layers, and why others do not.")
+@click.option(
+    "--te",
+    is_flag=True,
+    help="Which modules become TransformerEngine layers, and why others do not; their collectives.",
+)
 @click.option("--fp8", is_flag=True, help="The same for FP8, which needs dims that are multiples of 16.")
 @click.option("--proof", metavar="FILE", help="What `dtplan prove --json` printed.")
 @click.option("--against", metavar="PLAN|JSON|LOCK", help="Show the difference from it.")

@@ -17,7 +17,9 @@ from dtplan.plan.read import load_plan
 @bound_at
 @of_a_step
 @click.option(
-    "--te", is_flag=True, help="Also list which modules become TransformerEngine layers, and why others do not."
+    "--te",
+    is_flag=True,
+    help="Also list which modules become TransformerEngine layers, and why others do not; count their collectives.",
 )
 @click.option("--fp8", is_flag=True, help="With --te: for FP8, which needs dims that are multiples of 16.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
