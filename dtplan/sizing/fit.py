@@ -188,8 +188,7 @@ class _Tp:
         self.ranks = ask.gpus // tp
         self.times = ask.batch // self.ranks // ask.micro
         self._cut: Cut | None = None
-        self._bound: dict[bool, BoundPlan] = {}
-        self._counted: dict[tuple[bool, Layers], BoundPlan] = {}
+        self._bound: dict[tuple[bool, Layers], BoundPlan] = {}
         self._traced: dict[Switches, Traced] = {}
 
     def rows(self) -> Iterator[Row]:
@@ -231,10 +230,12 @@ class _Tp:
     def _variant(self, shard: int, replicate: int, switches: Switches) -> Variant:
         ask = self.ask
         degrees = {"replicate": replicate, "shard": shard, "tp": self.tp}
-        bound = dataclasses.replace(self._at(sequence_parallel=switches.sequence_parallel), degrees=degrees)
+        cut = switches.sequence_parallel
+        bound = dataclasses.replace(self._at(sequence_parallel=cut), degrees=degrees)
+        counted = dataclasses.replace(self._at(sequence_parallel=cut, layers=switches.layers), degrees=degrees)
         traced = self._step(switches)
         book = ledger(
-            dataclasses.replace(self._with_layers(switches), degrees=degrees),
+            counted,
             batch=ask.micro,
             sequence=ask.sequence,
             dtype=ask.precision.compute,
@@ -260,9 +261,13 @@ class _Tp:
             bound=bound,
         )
 
-    def _at(self, *, sequence_parallel: bool) -> BoundPlan:
-        """The bound plan at this degree; fused layers hold the same bytes between steps."""
-        if sequence_parallel not in self._bound:
+    def _at(self, *, sequence_parallel: bool, layers: Layers = "torch") -> BoundPlan:
+        """The bound plan at this degree. Fused layers make other calls; between steps they hold the same bytes."""
+        key = sequence_parallel, layers
+        if key not in self._bound and layers != "torch":
+            bound = self._at(sequence_parallel=sequence_parallel)
+            self._bound[key] = rebound(bound, choose(self.model, bound, fp8=layers == "fp8").fused)
+        elif key not in self._bound:
             bound = bind(
                 self.model,
                 self.plan,
@@ -271,19 +276,8 @@ class _Tp:
                 loss_parallel=self.ask.loss_parallel,
             )
             modules = bound.modules or whole_modules(self.model)
-            self._bound[sequence_parallel] = dataclasses.replace(bound, modules=modules)
-        return self._bound[sequence_parallel]
-
-    def _with_layers(self, switches: Switches) -> BoundPlan:
-        """The bound plan with its fused layers, whose collectives are others."""
-        bound = self._at(sequence_parallel=switches.sequence_parallel)
-        if switches.layers == "torch":
-            return bound
-        key = switches.sequence_parallel, switches.layers
-        if key not in self._counted:
-            choice = choose(self.model, bound, fp8=switches.layers == "fp8")
-            self._counted[key] = rebound(bound, choice.fused)
-        return self._counted[key]
+            self._bound[key] = dataclasses.replace(bound, modules=modules)
+        return self._bound[key]
 
     def _step(self, switches: Switches) -> Traced:
         """A rank's step, of any layout at this degree."""
