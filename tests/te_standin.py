@@ -1,7 +1,8 @@
 """TransformerEngine's interface on a CPU in any dtype, with its tensor parallel semantics; for tests only.
 
 What the real layers do is done here with plain torch: parameters are local, sizes are given whole, column layers gather
-rows of the first dim under sequence parallelism, row layers reduce or scatter them and add their bias afterwards.
+rows of the first dim under sequence parallelism, and once more in backward, row layers reduce or scatter them and add
+their bias afterwards.
 What would be an illegal memory access there is an error here: a DTensor, or a tensor whose collective is not done.
 """
 
@@ -109,9 +110,12 @@ class _Layer(nn.Module):
         return norm(self.plain(x), self.layer_norm_weight, self.layer_norm_bias, self)
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.ranks is not None:
-            x = coll.gather(x, 0, Group.of(self.ranks)) if self.sequence_parallel else _Copied.apply(x, self.ranks)
-        return F.linear(x, weight, bias)
+        if self.ranks is None:
+            return F.linear(x, weight, bias)
+        if self.sequence_parallel:
+            out: Tensor = _GatheredTwice.apply(x, weight, Group.of(self.ranks))
+            return out if bias is None else out + bias
+        return F.linear(_Copied.apply(x, self.ranks), weight, bias)
 
     def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.ranks is None:
@@ -119,6 +123,23 @@ class _Layer(nn.Module):
         y = F.linear(x, weight)
         y = coll.scatter(y, 0, Group.of(self.ranks)) if self.sequence_parallel else _Summed.apply(y, self.ranks)
         return y if bias is None else y + bias
+
+
+class _GatheredTwice(torch.autograd.Function):
+    """Rows of all ranks by a weight; the rank's own are kept, and gathered again for the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x, weight)
+        return F.linear(coll.all_gather(x, 0, group), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        wide = coll.all_gather(x, 0, ctx.group) if ctx.needs_input_grad[1] else None
+        dx = coll.reduce_scatter(grads[0] @ weight, 0, ctx.group)
+        return dx, None if wide is None else grads[0].t() @ wide, None
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from dtplan.sizing.peak import WORKSPACE, peak
 from dtplan.sizing.schedule import Links
 from dtplan.sizing.traced import _MERGED, Cut, Traced, TraceError, cut_model, traced_step
 from dtplan.sizing.watch import Segment, Watch, local_tensors, watched_storages, watched_units
+from dtplan.te.choose import choose
+from dtplan.te.rebind import rebound
 from tests.models import batch, build, drawing, llama, neox, on_meta
 
 GEMMA2 = Gemma2Config(
@@ -174,25 +176,40 @@ def test_few_layers_stand_for_all(config: PretrainedConfig, *, checkpointing: bo
     assert peaks[0].total == pytest.approx(peaks[1].total, abs=2048)
 
 
-def test_collectives_of_the_trace_are_those_of_the_ledger() -> None:
-    for config, sp in ((llama(num_hidden_layers=5), True), (neox(num_hidden_layers=5), False)):
-        bound = dtplan.bind(on_meta(config).to(torch.bfloat16), tp=2, sequence_parallel=sp, loss_parallel=True)
-        step = traced(config, tp=2, sequence_parallel=sp, loss_parallel=True, by_unit=True)
-        numbers = Counter(step.units)
-        found: Counter[tuple[str, str]] = Counter()
-        size: Counter[tuple[str, str]] = Counter()
-        for segment in (*step.forward.values(), *step.backward.values()):
-            for op in segment.ops:
-                if op.kind == "collective":
-                    key = (segment.phase, op.name.removesuffix("_tensor").removesuffix("_into"))
-                    found[key] += numbers.get(segment.name, 1)
-                    size[key] += numbers.get(segment.name, 1) * op.bytes
-        book = ledger(bound, batch=2, sequence=16, checkpointing=True)
-        said = book.counts()
-        assert found == {(direction, kind): number for (direction, kind), number in said.items()}
-        for key, total in size.items():
-            entries = [e for e in book.entries if (e.direction, e.kind) == key]
-            assert total == sum(e.count * e.bytes for e in entries)
+FUSED = {"attn_implementation": "sdpa", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5}
+
+
+@pytest.mark.parametrize("layers", ["torch", "te", "fp8"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "SP"])
+@pytest.mark.parametrize("make", [llama, neox])
+def test_collectives_of_the_trace_are_those_of_the_ledger(
+    make: Callable[..., PretrainedConfig], layers: str, *, sequence_parallel: bool
+) -> None:
+    """Calls and bytes, also of fused layers: those gather twice what they normed, in FP8 with a byte a number."""
+    config = make(**FUSED, **({"hidden_act": "gelu_new"} if make is neox else {}))
+    options: dict[str, Any] = {"tp": 2, "sequence_parallel": sequence_parallel, "loss_parallel": True}
+    model = on_meta(config).to(torch.bfloat16)
+    bound, fp8 = dtplan.bind(model, **options), layers == "fp8"
+    if layers != "torch":
+        choice = choose(model, bound, fp8=fp8)
+        assert not choice.kept
+        bound = rebound(bound, choice.fused)
+    step = traced(config, by_unit=True, te=layers != "torch", fp8=fp8, **options)
+    numbers = Counter(step.units)
+    found: Counter[tuple[str, str]] = Counter()
+    size: Counter[tuple[str, str]] = Counter()
+    for segment in (*step.forward.values(), *step.backward.values()):
+        for op in segment.ops:
+            if op.kind == "collective":
+                key = (segment.phase, op.name.removesuffix("_tensor").removesuffix("_into"))
+                found[key] += numbers.get(segment.name, 1)
+                size[key] += numbers.get(segment.name, 1) * op.bytes
+    book = ledger(bound, batch=2, sequence=16, checkpointing=True, fp8=fp8)
+    assert found == book.counts()
+    said: Counter[tuple[str, str]] = Counter()
+    for entry in book.entries:
+        said[entry.direction, entry.kind] += entry.count * entry.bytes
+    assert size == said
 
 
 def test_a_model_without_a_plan_is_sized_at_tp_1() -> None:
@@ -392,6 +409,19 @@ def test_terms_add_up_and_lanes_are_consistent(fitted: Fit) -> None:
     plain, ckpt = ({str(v.switches): v for v in fitted.rows[0].variants}[kind] for kind in ("plain", "CKPT"))
     assert ckpt.peak.activations < plain.peak.activations
     assert ckpt.estimate.seconds > plain.estimate.seconds
+
+
+def test_the_table_has_the_calls_and_bytes_of_the_schedule() -> None:
+    """With all kinds of layers; recomputation repeats calls, which the table leaves out."""
+    ask = Ask(gpus=2, memory=40 << 30, gpu=GPUS["h200"], sequence=512, batch=1, tp=2)
+    found = fit(on_meta(SMALL), "auto", ask)
+    kept = [variant for variant in found.others if not variant.switches.checkpointing]
+    assert len(kept) == 6
+    for variant in kept:
+        entries = variant.book.entries
+        calls, sent = sum(e.count for e in entries), sum(e.wire_bytes(2) for e in entries)
+        told = next(term.told for term in variant.estimate.terms if term.name == "collectives on tp")
+        assert told.startswith(f"{calls} calls, {sent / 1e9:.2f} GB sent a rank"), str(variant.switches)
 
 
 def test_less_memory_asks_for_more_tp_and_then_says_what_is_short(fitted: Fit) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from click.testing import CliRunner
 from torch import nn
@@ -20,7 +22,10 @@ from dtplan.cli import cli
 from dtplan.plan.library import locate
 from dtplan.plan.read import parse_plan
 from dtplan.plan.spec import Plan
+from dtplan.planner import collectives as coll
 from dtplan.planner.apply import applied
+from dtplan.planner.ledger import AGAIN, Ledger, ledger
+from dtplan.prove.counter import CollectiveCounter
 from dtplan.prove.oracle import BOUND, errors, outcome, relative_error, wholes
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.te import engine as engines
@@ -195,6 +200,80 @@ def test_fused_attention_is_exact(standin, sequence_parallel):
 
     options = {"plan": with_attention(), "te": "require", "sequence_parallel": sequence_parallel}
     assert max(found_on_ranks("llama", {"tp": 2}, check, **options).values()) <= BOUND
+
+
+# --------------------------------------------------------------------------------------------------------- collectives
+
+
+Counts = dict[tuple[str, str], int]
+
+
+def counted_on_ranks(models: list[nn.Module], **options: Any) -> tuple[Counts, Ledger]:
+    """Collectives of a step by direction and kind, and the ledger of the bound plan as it was applied."""
+    ids = batch("llama", images=False)["input_ids"]
+
+    def on_rank(rank: int) -> Counts:
+        mesh = init_device_mesh("cpu", (len(models),), mesh_dim_names=("tp",))
+        sharded = dtplan.parallelize(models[rank], mesh, **options)
+        sharded(input_ids=ids)  # the first call compares batches over ranks: not a part of a step
+        with CollectiveCounter() as forward:
+            loss = sharded(input_ids=ids, labels=ids).loss
+        with CollectiveCounter() as backward:
+            loss.backward()
+        ways = {"forward": forward, "backward": backward}
+        return {(way, kind): number for way, seen in ways.items() for kind, number in seen.counts.items()}
+
+    found = simulated_ranks(len(models), on_rank)
+    assert all(each == found[0] for each in found)
+    book = ledger(applied(models[0]).bound, batch=ids.shape[0], sequence=ids.shape[1], dtype="float64")
+    return found[0], book
+
+
+@pytest.fixture
+def seen_sums(standin, monkeypatch):
+    """Sums of the stand-in that the counter sees: torch does not dispatch what is called of a group of threads."""
+
+    def all_reduce(x: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> SimpleNamespace:
+        x.copy_(coll.all_reduce(x, coll.Group.of(group)))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(te_standin, "dist", SimpleNamespace(all_reduce=all_reduce, get_world_size=dist.get_world_size))
+
+
+def gathered_again(book: Ledger) -> set[str]:
+    return {entry.cause.removesuffix(AGAIN) for entry in book.entries if entry.cause.endswith(AGAIN)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("llama", {"model.layers.*.self_attn.te_qkv_proj", "model.layers.*.mlp"}),
+        ("neox", set()),  # the block gathers for both, and keeps it
+        ("neox, sequential", {"gpt_neox.layers.*.attention.te_query_key_value", "gpt_neox.layers.*.mlp"}),
+    ],
+)
+@pytest.mark.usefixtures("seen_sums")
+def test_the_ledger_counts_what_fused_layers_do(name, columns, sequence_parallel):
+    models = [build(name) for _ in range(2)]
+    counts, book = counted_on_ranks(models, sequence_parallel=sequence_parallel, loss_parallel=True)
+    assert counts == book.counts()
+    assert gathered_again(book) == (columns if sequence_parallel else set())
+    (floor,) = book.floors
+    again = len(columns) if sequence_parallel else 0
+    assert (floor.forward, floor.backward) == (floor.floor_forward, floor.floor_backward + again)
+    assert len(floor.excess) == again
+
+
+@pytest.mark.usefixtures("seen_sums")
+def test_the_input_of_a_frozen_weight_is_not_gathered_again():
+    models = [build("llama") for _ in range(2)]
+    for model in models:
+        for layer in model.get_submodule("model.layers").children():
+            layer.get_submodule("self_attn").requires_grad_(False)
+    counts, book = counted_on_ranks(models, sequence_parallel=True, loss_parallel=True)
+    assert counts == book.counts()
+    assert gathered_again(book) == {"model.layers.*.mlp"}
 
 
 # ------------------------------------------------------------------------------------------- what is read, and by whom
@@ -424,9 +503,9 @@ def test_quantised_parameters_are_refused(standin):
 # ---------------------------------------------------------------------------------------------------------------- show
 
 
-def shown(tmp_path, name: str, *options: str) -> str:
+def shown(tmp_path, name: str, *options: str, command: str = "show") -> str:
     MODELS[name]().config.save_pretrained(tmp_path)
-    found = CliRunner().invoke(cli, ["show", "--model", str(tmp_path), "--tp", "2", "--te", *options])
+    found = CliRunner().invoke(cli, [command, "--model", str(tmp_path), "--tp", "2", "--te", *options])
     assert found.exit_code == 0
     return found.output
 
@@ -447,3 +526,26 @@ def test_show_of_fused_layers_as_json(tmp_path):
     assert {entry["layer"] for entry in found["fused"]} == {"LayerNormMLP", "Linear", "RMSNorm"}
     assert [entry["layer"] for entry in found["kept"]] == ["LayerNormLinear"]
     assert "multiples of 16" in found["kept"][0]["reason"]
+
+
+def test_the_ledger_that_is_shown_is_that_of_the_fused_layers(tmp_path):
+    """In FP8 the MLP and o_proj are fused here, qkv is not: what is gathered for it has the model's dtype."""
+    step = ("--sequence-parallel", "--batch", "1", "--seq", "64")
+    file = tmp_path / "report.html"
+    assert "self_attn.te_qkv_proj: its input again" in shown(tmp_path, "llama", *step)
+    shown(tmp_path, "llama", *step, "-o", str(file), command="report")
+    assert "self_attn.te_qkv_proj: its input again" in file.read_text()
+    book = json.loads(shown(tmp_path, "llama", *step, "--fp8", "--json"))["ledger"]
+    whole = 64 * 32  # tokens, features
+    found = {
+        (entry["cause"].partition("*.")[2], entry["direction"], entry["bytes"] // whole)
+        for entry in book["entries"]
+        if entry["kind"] == "all_gather" and entry["layer"] == "model.layers.*"
+    }
+    assert found == {
+        ("self_attn", "forward", 2),
+        ("self_attn.o_proj", "backward", 1),
+        ("mlp", "forward", 1),
+        ("mlp: its input again", "backward", 1),
+        ("mlp", "backward", 1),
+    }

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -35,6 +35,7 @@ from dtplan.weights.load import load_checkpoint
 from dtplan.weights.save import save_checkpoint
 from dtplan.weights.writer import ShardWriter
 from tests.cases import model_of, t0
+from tests.checkpoints import beside, contents, refusal, stored
 
 SHARD_BYTES = 9000  # several files of T0
 
@@ -54,10 +55,6 @@ def saved(folder: Path, seed: int = 0) -> dict[str, Tensor]:
     return stored(folder)
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(
         torch.equal(tensor, expected[name]) for name, tensor in found.items()
@@ -69,20 +66,6 @@ def loaded(folder: Path) -> dict[str, Tensor]:
     model = model_of(t0(), meta=True)
     load_checkpoint(model, folder)
     return {name: param.detach() for name, param in model.named_parameters()}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
-
-
-def beside(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.parent.iterdir())
-
-
-def refusal(fn: Any, *args: Any, **options: Any) -> str:
-    with pytest.raises(WeightsError) as caught:
-        fn(*args, **options)
-    return str(caught.value)
 
 
 def together(fn: Any, ranks: int = 2) -> str:

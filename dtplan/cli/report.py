@@ -27,7 +27,11 @@ _BOUND = (".json", ".lock")
 @bound_at
 @of_a_step
 @click.option("--gpus-per-host", default=8, show_default=True, type=click.IntRange(min=1), help="For the picture.")
-@click.option("--te", is_flag=True, help="Which modules become TransformerEngine layers, and why others do not.")
+@click.option(
+    "--te",
+    is_flag=True,
+    help="Which modules become TransformerEngine layers, and why others do not; their collectives.",
+)
 @click.option("--fp8", is_flag=True, help="The same for FP8, which needs dims that are multiples of 16.")
 @click.option("--proof", metavar="FILE", help="What `dtplan prove --json` printed.")
 @click.option("--against", metavar="PLAN|JSON|LOCK", help="Show the difference from it.")
@@ -59,7 +63,7 @@ def report(
     from dtplan.planner.ledger import ledger
     from dtplan.planner.meta import meta_model
     from dtplan.report.diff import diff
-    from dtplan.report.fused import choice_of
+    from dtplan.report.fused import choice_of, counted
     from dtplan.report.page import page
     from dtplan.report.page.proofs import read_proof
 
@@ -71,12 +75,13 @@ def report(
     bound = bind(whole, chosen, **degrees, **switches)
     step: dict[str, Any] = {"batch": batch, "sequence": seq, "dtype": dtype}
     other = None if against is None else _read(against) or bind(whole, against, **degrees, **switches)
+    choice = choice_of(whole, bound, fp8=fp8) if te or fp8 else None
     text = page(
         bound,
-        ledger(bound, **step),
+        ledger(counted(bound, choice), **step, fp8=fp8),
         model=Path(model).name,
         gpus_per_host=gpus_per_host,
-        choice=choice_of(whole, bound, fp8=fp8) if te or fp8 else None,
+        choice=choice,
         proof=proved,
         difference=None if other is None else _difference(diff(other, bound, **step), against, plan),
         plan=chosen,

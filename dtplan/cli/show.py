@@ -17,7 +17,9 @@ from dtplan.plan.read import load_plan
 @bound_at
 @of_a_step
 @click.option(
-    "--te", is_flag=True, help="Also list which modules become TransformerEngine layers, and why others do not."
+    "--te",
+    is_flag=True,
+    help="Also list which modules become TransformerEngine layers, and why others do not; count their collectives.",
 )
 @click.option("--fp8", is_flag=True, help="With --te: for FP8, which needs dims that are multiples of 16.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
@@ -55,8 +57,8 @@ def show(
         sequence_parallel=sequence_parallel,
         loss_parallel=loss_parallel,
     )
-    book = ledger(bound, batch=batch, sequence=seq, dtype=dtype)
     choice = fused.choice_of(whole, bound, fp8=fp8) if te or fp8 else None
+    book = ledger(fused.counted(bound, choice), batch=batch, sequence=seq, dtype=dtype, fp8=fp8)
     if as_json:
         data = view.as_json(bound, book) | ({} if choice is None else {"fused": fused.as_json(choice)})
         click.echo(json.dumps(data, indent=2, sort_keys=True))

@@ -29,6 +29,8 @@ _OPS: dict[str, tuple[Kind | None, Kind | None]] = {
     "slice": (None, "all_gather"),
 }
 OUTSIDE = "outside the layers"
+AGAIN = ": its input again"
+"""Of a fused layer that gathers in backward what it gathered in forward."""
 _BETWEEN = re.compile(r"\.(?![^{]*\})")
 """The dots between segments of a pattern, not those of `{0..3}`."""
 
@@ -76,8 +78,15 @@ class Ledger:
     batch: int
     sequence: int
     dtype: str
+    fp8: bool = False
+    """Whether what fused layers gather inside is in FP8, a byte a number."""
     entries: tuple[Entry, ...]
     floors: tuple[Floor, ...]
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes of activations in words."""
+        return self.dtype + (", gathered in FP8 by fused layers" if self.fp8 else "")
 
     def counts(self, axis: str = "tp") -> dict[tuple[Direction, Kind], int]:
         """Calls a step by direction and kind on one axis."""
@@ -96,21 +105,24 @@ def ledger(
     sequence: int = 4096,
     dtype: str = "bfloat16",
     checkpointing: bool = False,
+    fp8: bool = False,
 ) -> Ledger:
     """The ledger of one step on ``batch`` sequences of ``sequence`` tokens, with activations in ``dtype``.
 
-    Recomputation (``checkpointing``) repeats a layer's forward collectives in backward; they are not counted.
+    Recomputation (``checkpointing``) repeats a layer's forward collectives in backward; they are not counted. With
+    ``fp8`` what fused layers gather is quantised before; the maxima for its scales, four bytes a call, are not counted.
     """
     tokens = batch * sequence * dtype_bytes(dtype)
+    quantised = batch * sequence if fp8 else tokens
     data_parallel = bound.degrees["shard"] * bound.degrees["replicate"] > 1
-    entries = list(_moves(bound, tokens)) if bound.tp > 1 else []
+    entries = list(_moves(bound, tokens, quantised)) if bound.tp > 1 else []
     if bound.tp > 1:
         entries += _norms(bound, batch * sequence)
         entries += _grad_sums(bound, by_unit=data_parallel or checkpointing)
         entries += _loss(bound, batch * sequence)
     entries += _fsdp(bound)
     floors = tuple(_floors(bound, entries)) if bound.tp > 1 else ()
-    return Ledger(batch=batch, sequence=sequence, dtype=dtype, entries=tuple(entries), floors=floors)
+    return Ledger(batch=batch, sequence=sequence, dtype=dtype, fp8=fp8, entries=tuple(entries), floors=floors)
 
 
 def layer_of(bound: BoundPlan, module: BoundModule) -> str:
@@ -124,28 +136,43 @@ def _unit_of(bound: BoundPlan, name: str) -> str | None:
     return next((unit for unit in bound.fsdp_units if name == unit or name.startswith(unit + ".")), None)
 
 
-def _moves(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
+def _moves(bound: BoundPlan, tokens: int, quantised: int) -> Iterator[Entry]:
     for module in bound.modules:
         shared = () if module.shared is None else (module.shared,)
         for move in (*module.inputs, *shared, *module.outputs):
-            yield from move_entries(bound, module, move, tokens)
+            yield from move_entries(bound, module, move, tokens, quantised)
 
 
-def move_entries(bound: BoundPlan, module: BoundModule, move: BoundMove, tokens: int) -> Iterator[Entry]:
-    """The collectives of one move of ``module``; ``tokens`` is the bytes of one feature of the whole batch."""
+def move_entries(
+    bound: BoundPlan, module: BoundModule, move: BoundMove, tokens: int, quantised: int | None = None
+) -> Iterator[Entry]:
+    """The collectives of one move of ``module``.
+
+    ``tokens`` is the bytes of one feature of the whole batch, and ``quantised`` those of one that a fused layer
+    gathers, if they are fewer. A fused layer keeps the rank's part of what it gathered, and gathers it again in
+    backward for the gradient of its weight, unless that is frozen (TransformerEngine 2.20).
+    """
     forward, backward = _OPS[move.op]
-    size = tokens * _features(bound, move)
-    for direction, kind in (("forward", forward), ("backward", backward)):
+    calls: list[tuple[Direction, Kind | None, str]] = [("forward", forward, ""), ("backward", backward, "")]
+    if _gathers_again(module, move):
+        calls.append(("backward", "all_gather", AGAIN))
+    features, own = _features(bound, move), tokens if quantised is None else quantised
+    for direction, kind, why in calls:
         if kind is not None:
             yield Entry(
                 layer=layer_of(bound, module),
-                cause=module.pattern,
+                cause=module.pattern + why,
                 kind=kind,
                 axis="tp",
-                direction=direction,  # type: ignore[arg-type]
+                direction=direction,
                 count=len(module.names),
-                bytes=size,
+                bytes=features * (own if move.inside and kind == "all_gather" else tokens),
             )
+
+
+def _gathers_again(module: BoundModule, move: BoundMove) -> bool:
+    trains = any(t.trainable and t.placement.dim == 0 and len(t.shape) > 1 for t in module.tensors)
+    return move.inside and move.op == "gather" and trains
 
 
 def _norms(bound: BoundPlan, tokens: int) -> Iterator[Entry]:
@@ -270,7 +297,7 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
         if layer == OUTSIDE:
             continue
         joined = any(module.shared is not None for module in modules)
-        rows = {m.pattern.rpartition(".")[0] for m in modules if m.style == "rowwise" and _is_cut(m)}
+        rows = {m.pattern.rpartition(".")[0] for m in modules if _sums_a_product(m)}
         regions = 1 if joined else len(rows)
         each = 2 if bound.sequence_parallel else 1
         floor = regions * each + sum(module.norm.means for module in modules if module.norm is not None)
@@ -288,14 +315,18 @@ def _floors(bound: BoundPlan, entries: Iterable[Entry]) -> Iterator[Floor]:
         )
 
 
-def _is_cut(module: BoundModule) -> bool:
-    return any(tensor.placement.dim is not None for tensor in module.tensors)
+def _sums_a_product(module: BoundModule) -> bool:
+    """Whether it is a row-parallel layer, or is fused from one."""
+    dims = {tensor.placement.dim for tensor in module.tensors}
+    return 1 in dims if module.style == "te" else module.style == "rowwise" and dims != {None}
 
 
 def _excess(modules: Iterable[BoundModule]) -> Iterator[str]:
-    """Siblings that prepare the same input one by one."""
+    """Siblings that prepare the same input one by one, and fused layers that do not keep theirs."""
     alone: dict[str, list[BoundModule]] = {}
     for module in modules:
+        if any(_gathers_again(module, move) for move in module.inputs):
+            yield f"{module.pattern}: TransformerEngine gathers its input again for the weight's gradient"
         if module.style == "colwise" and any(move.op in ("copy", "gather") for move in module.inputs):
             alone.setdefault(module.pattern.rpartition(".")[0], []).append(module)
     for parent, siblings in alone.items():

@@ -43,7 +43,7 @@ _LIBRARY = (str(Path(torch.__file__).parent), str(Path(multiprocessing.__file__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RankOutcome:
     """What one rank came to: a value, or an error whose cause shows the remote traceback.
 
     ``secondary`` marks an error that came after another rank was lost, and may only tell of that loss.
@@ -98,7 +98,7 @@ class GlooPool:
 
     def run_outcomes(
         self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout_s: float | None = None
-    ) -> list[Outcome]:
+    ) -> list[RankOutcome]:
         """Like :meth:`run`, but return what each rank came to and raise no error of a rank."""
         with self._seated(ranks, timeout_s) as ranks_:
             return ranks_.outcomes(fn, args)
@@ -141,7 +141,7 @@ class Kept:
         """As :meth:`GlooPool.run`; what ``fn`` leaves behind in its process, the next call finds."""
         return values_of(self.outcomes(fn, args))
 
-    def outcomes(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Outcome]:
+    def outcomes(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[RankOutcome]:
         """What each rank came to; after an error of any the processes are ended."""
         job = _pickled_job(fn, args)
         try:
@@ -174,7 +174,7 @@ class Kept:
             self._folder = None
 
 
-def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
+def values_of(outcomes: Sequence[RankOutcome]) -> list[Any]:
     """The values in rank order; raises the error of the lowest rank that failed by itself."""
     for outcome in sorted(outcomes, key=lambda outcome: outcome.secondary):
         if outcome.error is not None:
@@ -200,7 +200,7 @@ class _Worker:
 
     def __init__(self, seat: Seat, context: ForkServerContext) -> None:
         self.seat = seat
-        self.outcome: Outcome | None = None
+        self.outcome: RankOutcome | None = None
         self.died = False
         seat.places.touch()
         self.connection, theirs = context.Pipe()
@@ -234,7 +234,7 @@ class _Worker:
 
     def fail(self, text: str, *, secondary: bool) -> None:
         """Give the rank an outcome that it could not send itself."""
-        self.outcome = Outcome(rank=self.seat.rank, error=ApplyError(text), secondary=secondary)
+        self.outcome = RankOutcome(rank=self.seat.rank, error=ApplyError(text), secondary=secondary)
 
     @property
     def failed(self) -> bool:
@@ -304,11 +304,11 @@ def _give_up(workers: Sequence[_Worker], seconds: float) -> None:
             worker.fail(text, secondary=secondary)
 
 
-def _opened(rank: int, message: bytes) -> Outcome:
+def _opened(rank: int, message: bytes) -> RankOutcome:
     parts = pickle.loads(message)  # noqa: S301 - our own child sent it
     if len(parts) == 1:
-        return Outcome(rank=rank, value=parts[0])
+        return RankOutcome(rank=rank, value=parts[0])
     *made_of, text = parts
     error = rebuilt(*made_of)
     error.__cause__ = RemoteTraceback(text)
-    return Outcome(rank=rank, error=error)
+    return RankOutcome(rank=rank, error=error)

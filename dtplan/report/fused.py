@@ -13,11 +13,17 @@ from dtplan.planner.bound import BoundPlan
 from dtplan.te.choose import choose
 from dtplan.te.engine import find
 from dtplan.te.fused import Choice, Fused
+from dtplan.te.rebind import rebound
 
 
 def choice_of(model: nn.Module, bound: BoundPlan, *, fp8: bool) -> Choice:
     """What would be fused on a machine with TransformerEngine."""
     return choose(model, bound, fp8=fp8)
+
+
+def counted(bound: BoundPlan, choice: Choice | None) -> BoundPlan:
+    """The bound plan whose collectives are counted: with the fused layers, if there is a choice."""
+    return bound if choice is None else rebound(bound, choice.fused)
 
 
 def as_json(choice: Choice) -> dict[str, Any]:

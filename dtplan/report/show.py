@@ -108,7 +108,7 @@ def _memory(bound: BoundPlan) -> str:
 
 
 def _ledger(bound: BoundPlan, book: Ledger) -> Table:
-    title = f"collectives of one step: batch {book.batch} x {book.sequence} tokens, activations in {book.dtype}"
+    title = f"collectives of one step: batch {book.batch} x {book.sequence} tokens, activations in {book.dtypes}"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for column, justify in (
         ("where", "left"),

@@ -23,6 +23,8 @@ from dtplan.sizing.peak import Peak, peak
 from dtplan.sizing.roofline import Estimate, estimate
 from dtplan.sizing.schedule import Links
 from dtplan.sizing.traced import Cut, Traced, cut_model, traced_step
+from dtplan.te.choose import choose
+from dtplan.te.rebind import rebound
 
 Layers = Literal["torch", "te", "fp8"]
 """The model's own layers, TransformerEngine's, or those in FP8."""
@@ -188,7 +190,7 @@ class _Tp:
         self.ranks = ask.gpus // tp
         self.times = ask.batch // self.ranks // ask.micro
         self._cut: Cut | None = None
-        self._bound: dict[bool, BoundPlan] = {}
+        self._bound: dict[tuple[bool, Layers], BoundPlan] = {}
         self._traced: dict[Switches, Traced] = {}
 
     def rows(self) -> Iterator[Row]:
@@ -230,14 +232,17 @@ class _Tp:
     def _variant(self, shard: int, replicate: int, switches: Switches) -> Variant:
         ask = self.ask
         degrees = {"replicate": replicate, "shard": shard, "tp": self.tp}
-        bound = dataclasses.replace(self._at(sequence_parallel=switches.sequence_parallel), degrees=degrees)
+        cut = switches.sequence_parallel
+        bound = dataclasses.replace(self._at(sequence_parallel=cut), degrees=degrees)
+        counted = dataclasses.replace(self._at(sequence_parallel=cut, layers=switches.layers), degrees=degrees)
         traced = self._step(switches)
         book = ledger(
-            bound,
+            counted,
             batch=ask.micro,
             sequence=ask.sequence,
             dtype=ask.precision.compute,
             checkpointing=switches.checkpointing,
+            fp8=switches.layers == "fp8",
         )
         found = peak(traced, bound, ask.precision, ask.optimizer, times=self.times)
         guess = estimate(
@@ -258,9 +263,13 @@ class _Tp:
             bound=bound,
         )
 
-    def _at(self, *, sequence_parallel: bool) -> BoundPlan:
-        """The bound plan at this degree. Fused layers hold the same bytes and make the same calls."""
-        if sequence_parallel not in self._bound:
+    def _at(self, *, sequence_parallel: bool, layers: Layers = "torch") -> BoundPlan:
+        """The bound plan at this degree. Fused layers make other calls; between steps they hold the same bytes."""
+        key = sequence_parallel, layers
+        if key not in self._bound and layers != "torch":
+            bound = self._at(sequence_parallel=sequence_parallel)
+            self._bound[key] = rebound(bound, choose(self.model, bound, fp8=layers == "fp8").fused)
+        elif key not in self._bound:
             bound = bind(
                 self.model,
                 self.plan,
@@ -269,8 +278,8 @@ class _Tp:
                 loss_parallel=self.ask.loss_parallel,
             )
             modules = bound.modules or whole_modules(self.model)
-            self._bound[sequence_parallel] = dataclasses.replace(bound, modules=modules)
-        return self._bound[sequence_parallel]
+            self._bound[key] = dataclasses.replace(bound, modules=modules)
+        return self._bound[key]
 
     def _step(self, switches: Switches) -> Traced:
         """A rank's step, of any layout at this degree."""

@@ -101,6 +101,13 @@ class _Layer(nn.Module):
     def gathered(self, x: Tensor) -> Tensor:
         return coll.all_gather(x, 0, self.group) if self.cut and self.group is not None else x
 
+    def gathered_gradient(self, grad: Tensor, *, fp8: bool) -> Twice:
+        """The gradient of what `summed` gives; in FP8 it is quantised before it is gathered."""
+        if not fp8 or not self.cut:
+            return Twice.of(self.gathered(grad), fp8=fp8)
+        rows = self.gathered(grad.to(_FP8))
+        return Twice(rows, torch.empty_like(rows))
+
     def summed(self, x: Tensor) -> Tensor:
         """Terms of a sum over ranks."""
         if self.group is None:
@@ -138,12 +145,12 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, gamma, bias, beta, _, rows, columns, *wide = ctx.saved_tensors
-        layer, grad = ctx.layer, Twice.of(grads[0], fp8=ctx.fp8)
-        total = layer.gathered(rows) if layer.cut else (columns if columns is not None else rows)
+        layer, trained, grad = ctx.layer, ctx.needs_input_grad[2], Twice.of(grads[0], fp8=ctx.fp8)
+        total = layer.gathered(rows) if layer.cut and trained else (columns if columns is not None else rows)
         dx = layer.summed(_times(_held(grad.rows), _turned(wide[1], weight, fp8=ctx.fp8)))
         if ctx.fp8 and layer.cut:
             total = torch.empty_like(total)
-        dw = _weight_gradient(_held(grad.columns), total, weight)
+        dw = _weight_gradient(_held(grad.columns), total, weight) if trained else None
         db = None if bias is None else grads[0].sum(0)
         dx, dgamma, dbeta = _norm_backward(dx, x, gamma, beta)
         return dx, None, dw, db, dgamma, dbeta
@@ -175,7 +182,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         weight, bias, rows, columns, *wide = ctx.saved_tensors
-        grad = Twice.of(ctx.layer.gathered(grads[0]), fp8=ctx.fp8)
+        grad = ctx.layer.gathered_gradient(grads[0], fp8=ctx.fp8)
         dx = _times(_held(grad.rows), _turned(wide[1], weight, fp8=ctx.fp8))
         dw = _weight_gradient(_held(grad.columns), rows if columns is None else columns, weight)
         return dx, None, dw, None if bias is None else grads[0].sum(0)
@@ -218,10 +225,10 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, gamma, beta, w1, b1, w2, b2, _, inner, act, rows, columns, *wide = ctx.saved_tensors
-        layer, fp8 = ctx.layer, ctx.fp8
+        layer, fp8, trained = ctx.layer, ctx.fp8, ctx.needs_input_grad[4]
         db2 = None if b2 is None else grads[0].sum(0)
-        grad = Twice.of(layer.gathered(grads[0]), fp8=fp8)
-        total = layer.gathered(rows) if layer.cut else (rows if columns is None else columns)
+        grad = layer.gathered_gradient(grads[0], fp8=fp8)
+        total = layer.gathered(rows) if layer.cut and trained else (rows if columns is None else columns)
         dact = _times(_held(grad.rows), _turned(wide[3], w2, fp8=fp8))
         if fp8:
             act = torch.empty_like(act)
@@ -235,7 +242,7 @@ class _Mlp(torch.autograd.Function):
         dx = layer.summed(_times(_held(wide_grad.rows), _turned(wide[1], w1, fp8=fp8)))
         if fp8 and layer.cut:
             total = torch.empty_like(total)
-        dw1 = _weight_gradient(_held(wide_grad.columns), total, w1)
+        dw1 = _weight_gradient(_held(wide_grad.columns), total, w1) if trained else None
         dx, dgamma, dbeta = _norm_backward(dx, x, gamma, beta)
         return dx, None, dgamma, dbeta, dw1, db1, dw2, db2
 

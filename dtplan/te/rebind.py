@@ -10,14 +10,16 @@ from dtplan.te.fused import Fused
 
 
 def rebound(bound: BoundPlan, fused: Iterable[Fused]) -> BoundPlan:
-    """``bound`` as it is applied: entries of replaced modules are gone or empty, fused layers have their own."""
+    """``bound`` as it is applied: entries of replaced modules are gone or empty, fused layers are where these were."""
     entries: dict[str, BoundModule] = {name: module for module in bound.modules for name in module.names}
+    places = {name: place for place, name in enumerate(entries)}
     for layer in fused:
         if layer.layer != "DotProductAttention":
+            places.setdefault(layer.name, places[next(iter(layer.columns), layer.name)])
             _replace(entries, layer)
     groups: dict[BoundModule, list[str]] = {}
-    for name, module in entries.items():
-        groups.setdefault(dataclasses.replace(module, names=()), []).append(name)
+    for name in sorted(entries, key=places.__getitem__):
+        groups.setdefault(dataclasses.replace(entries[name], names=()), []).append(name)
     modules = tuple(dataclasses.replace(module, names=tuple(names)) for module, names in groups.items())
     return dataclasses.replace(bound, modules=modules)
 

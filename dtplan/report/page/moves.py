@@ -67,15 +67,15 @@ def _sum(book: Ledger, module: BoundModule) -> MoveView:
 def _view(bound: BoundPlan, book: Ledger, module: BoundModule, side: str, move: BoundMove) -> MoveView:
     tokens = book.batch * book.sequence * dtype_bytes(book.dtype)
     entries = list(move_entries(bound, module, move, tokens)) if bound.tp > 1 else []
-    kinds = {entry.direction: WORDS[entry.kind] for entry in entries}
+    kinds = {way: ", ".join(WORDS[e.kind] for e in entries if e.direction == way) for way in ("forward", "backward")}
     return MoveView(
         side=side,
         what=move.name or ("" if move.value in (0, None) else f"value {move.value}"),
         op=move.op,
         src=str(move.src),
         dst=str(move.dst),
-        forward=kinds.get("forward", ""),
-        backward=kinds.get("backward", ""),
+        forward=kinds["forward"],
+        backward=kinds["backward"],
         bytes=max((entry.bytes for entry in entries), default=0),
         global_shape=move.global_shape,
         inside=move.inside,
