@@ -1,6 +1,6 @@
 """Cases under *Loss parallel and masking*, and sampling: what is computed from logits, cut or whole.
 
-B65 is with the loss over unequal parts, in test_cases_training.py.
+B51, B52 and B65 are with the loss over unequal parts, in test_cases_training.py.
 """
 
 from __future__ import annotations

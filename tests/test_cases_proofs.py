@@ -7,6 +7,7 @@ write. `docs/prove.md` lists the silent cases that no plan can cause, and where 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -363,3 +364,17 @@ def test_b96_a_row_parallel_bias_is_added_by_every_rank() -> None:
     assert found.name == "model.layers.0.mlp.down_proj"
     assert "every rank adds `bias` before the sum over ranks: write `once: true` there" in found.advice
     assert found.tried == PROVED
+
+
+# --- The page ---
+
+
+def test_every_silent_case_of_the_page_has_a_test_of_its_name() -> None:
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "prove.md").read_text().split("## Silent cases")[1]
+    tests = re.findall(
+        r"^def test_(\w+)", "".join(file.read_text() for file in root.glob("tests/test_*.py")), re.MULTILINE
+    )
+    named = {word for name in tests for word in name.split("_")}
+    assert len(cases := re.findall(r"\bB\d+", page)) > 40
+    assert [case for case in cases if case.lower() not in named] == []
