@@ -77,7 +77,7 @@ def parallelize(
         sequence_parallel: cut the residual stream along the sequence between the blocks; the sequence length
             must be a multiple of the tp degree.
         loss_parallel: keep the logits cut along the vocabulary (a DTensor); the model's own loss and
-            ``dtplan.cross_entropy`` work on the parts.
+            ``dtplan.cross_entropy``, ``log_probs`` and ``entropy`` work on the parts.
         mixed_precision: ``"bf16"`` computes in bfloat16 with float32 parameters and reductions.
         reshard_after_forward: free a unit's gathered weights after forward; None is what the plan says.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
