@@ -213,9 +213,7 @@ class _CrossEntropy(torch.autograd.Function):
             losses = losses - smoothing * summed[2] / vocabulary
         ctx.save_for_backward(x, largest, summed[0], index, own, counted)
         ctx.kernels, ctx.smoothing, ctx.vocabulary = kernels, smoothing, vocabulary
-        known = (labels >= 0) & (
-            labels < vocabulary
-        )  # no rank owns another, and without its logit the loss looks right
+        known = (labels >= 0) & (labels < vocabulary)  # without its logit the loss of another would look right
         return losses.where(known, float("nan")).where(counted, 0)
 
     @staticmethod
