@@ -1,6 +1,6 @@
 """Training a small Llama on real text, with and without fused layers and FP8: the loss goes the same way.
 
-    torchrun --nproc-per-node 2 benchmarks/loss_curve.py [--steps 200] [--json FILE] [--plot FILE]
+    torchrun --nproc-per-node 2 benchmarks/loss_curve.py [--steps 200] [--json FILE] [--plot FILE] [MODE ...]
 
 The text is the documentation and source of Python's standard library, as bytes; every mode reads the same batches.
 Other orders of the batches show what noise is. Delayed scaling begins without a history, so that the gradients of its
@@ -111,14 +111,15 @@ def plot(curves: dict[str, list[float]], file: Path) -> None:
 def main() -> None:
     """Every mode in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modes", nargs="*", metavar="MODE", help=f"of: {'; '.join(MODES)}")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     dtplan.init(tensor_parallel_degree=int(os.environ.get("WORLD_SIZE", "1")))
     tokens, curves = text(), {}
-    for mode, options in MODES.items():
-        curves[mode] = curve(tokens, args.steps, **options)
+    for mode in args.modes or MODES:
+        curves[mode] = curve(tokens, args.steps, **MODES[mode])
         if dist.get_rank() == 0:
             tail = statistics.mean(curves[mode][-TAIL:])
             print(f"{mode:<34} first {curves[mode][0]:.3f}  last {TAIL}: {tail:.4f}", flush=True)

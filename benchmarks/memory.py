@@ -6,10 +6,10 @@
 A case is a model of shapes.json with a number of layers, and words: `llama2-7b:8 tp=2 sp ckpt adamw`. Words: `tp=N`,
 `shard=N` (default: what is left of the ranks), `sp` (sequence parallelism), `ckpt` (activation checkpointing), `adamw`
 (fused; without it gradients are dropped), `mixed` (float32 parameters, bf16 computation), `whole` (the logits are not
-cut), `te`, `fp8=RECIPE`, `seq=N`, `rows=N` (sequences of one data-parallel rank). On a CPU (`--device cpu`, gloo)
-storages are followed operator by operator in place of the CUDA allocator's statistics. `--rates` measures what the
-estimate of time takes from a table: rates of matrix products, attention, memory and links. Times are estimated for an
-H200 (`dtplan.sizing.gpus`).
+cut), `te`, `fp8=RECIPE`, `compile` (`dtplan.compile_model`), `seq=N`, `rows=N` (sequences of one data-parallel rank).
+On a CPU (`--device cpu`, gloo) storages are followed operator by operator in place of the CUDA allocator's statistics.
+`--rates` measures what the estimate of time takes from a table: rates of matrix products, attention, memory and links.
+Times are estimated for an H200 (`dtplan.sizing.gpus`).
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ CASES = {
         "llama2-7b:8 rows=2 te fp8=current",
         "llama2-7b:8 rows=2 te fp8=delayed adamw",
         "llama2-7b:8 rows=2 te fp8=delayed ckpt",
+        "llama2-7b:8 rows=2 te fp8=delayed compile",
     ],
     2: [
         "llama2-7b:8 tp=2 rows=2",
@@ -68,6 +69,8 @@ CASES = {
         "llama2-7b:8 tp=2 rows=2 sp te",
         "llama2-7b:8 tp=2 rows=2 te fp8=delayed",
         "llama2-7b:8 tp=2 rows=2 sp te fp8=delayed adamw",
+        "llama2-7b:8 tp=2 rows=2 te compile",
+        "llama2-7b:8 tp=2 rows=1 seq=16384 sp te fp8=delayed compile",
     ],
 }
 DRY = ["tiny:4 rows=2", "tiny:4 rows=2 ckpt adamw"]
@@ -88,7 +91,7 @@ class Case:
         first, *words = text.split()
         model, _, layers = first.partition(":")
         found = {word.partition("=")[0]: word.partition("=")[2] for word in words}
-        known = {"tp", "shard", "sp", "ckpt", "adamw", "mixed", "whole", "te", "fp8", "seq", "rows"}
+        known = {"tp", "shard", "sp", "ckpt", "adamw", "mixed", "whole", "te", "fp8", "compile", "seq", "rows"}
         if model not in SHAPES or not layers.isdecimal() or found.keys() - known:
             raise SystemExit(f"{text!r} is no case: give MODEL:LAYERS of {', '.join(SHAPES)}, words {', '.join(known)}")
         return cls(text, model, int(layers), found)
@@ -162,6 +165,7 @@ def predicted(case: Case, world: int) -> tuple[Peak, Estimate]:
         by_unit=degrees["shard"] * degrees["replicate"] > 1 or precision.mixed,
         te=case.has("te"),
         fp8=case.has("fp8"),
+        compiled=case.has("compile"),
     )
     optimizer: Optimizer = "adamw" if case.has("adamw") else "sgd"
     found = peak(traced, bound, precision, optimizer)
@@ -178,7 +182,7 @@ def sharded(case: Case, world: int, device: str) -> nn.Module:
     options: dict[str, Any] = {"te": "require" if case.has("te") else "off", "fp8": case.words.get("fp8") or None}
     if case.has("mixed"):
         options["mixed_precision"] = "bf16"
-    return dtplan.parallelize(
+    made = dtplan.parallelize(
         model_of(case, device, getattr(torch, case.precision.parameters)),
         mesh,
         sequence_parallel=case.has("sp"),
@@ -186,6 +190,7 @@ def sharded(case: Case, world: int, device: str) -> nn.Module:
         activation_checkpointing=case.has("ckpt"),
         **options,
     )
+    return dtplan.compile_model(made) if case.has("compile") else made
 
 
 class Meter:

@@ -6,7 +6,7 @@ On a 2-D mesh a mode names its degrees, as `dtplan te bf16 tp2 shard2+compile`; 
 Without GPUs it is a dry run on gloo: `--model tiny --layers 2 --sequence 64 --batch 4 --ranks 4 "dtplan tp2 shard2"`.
 
 Every mode (see benchmarks/step_modes.py) runs in torchrun processes of its own, so that no mode meets another's global
-state. They are built one after another and then take turns, round by round, so that a change of the machine's speed
+state. They are built, a few at a time, and then take turns, round by round, so that a change of the machine's speed
 hits all of them; ratios are taken within a round. Utilisation is of the matrix rate that is measured in the same run.
 Prints a table, and writes JSON with --json, after each round. The models of all modes are on the GPUs at the same time
 (16 layers of Llama 2 7B at tp 2: 5 GiB a mode between its turns, 17 with a CUDA graph), so about ten modes fit.
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -50,6 +51,10 @@ DEFAULT_MODES = [
     "megatron fp8 delayed sp",
     "megatron fp8 delayed sp overlap",
 ]
+
+
+BUILDERS = 3
+"""So many modes are built at the same time: compilers want cores, and a mode's first steps GPU memory."""
 
 
 class Worker:
@@ -128,15 +133,16 @@ def main() -> None:
     parser.add_argument("--sequences", default="", help="afterwards, a round of every mode at each of these lengths")
     parser.add_argument("--profile", action="store_true", help="also print each mode's longest kernels")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="of the lengths; needs matplotlib")
     args = parser.parse_args()
     began = time.monotonic()
     with Listener(("127.0.0.1", 0), authkey=b"step") as listener:
         modes = args.modes or DEFAULT_MODES
         workers = [Worker(mode, number, args, listener, args.logs) for number, mode in enumerate(modes)]
         connect(workers, listener, 180)
-        for worker in workers:
-            worker.ask("build", 75)
-            print(f"{time.monotonic() - began:5.0f} s  {worker.mode}: {worker.why or 'built'}", flush=True)
+        with ThreadPoolExecutor(BUILDERS) as builders:
+            for worker, _ in zip(workers, builders.map(lambda w: w.ask("build", 120), workers), strict=True):
+                print(f"{time.monotonic() - began:5.0f} s  {worker.mode}: {worker.why or 'built'}", flush=True)
         rates = []
         for _ in range(args.rounds):
             alive = [worker for worker in workers if worker.pipe is not None]
@@ -151,6 +157,8 @@ def main() -> None:
         longer = {length: {w.mode: w.ask(("sequence", length), 120) for w in workers if w.pipe} for length in lengths}
         write(workers, rates, args, longer)
         report(workers, rates, args, longer)
+        if args.plot:
+            plot(rows_of(workers, rates, args)[0], longer, args)
         for worker in workers if args.profile else ():
             print(f"--- {worker.mode}\n{worker.ask('profile', 90) or worker.why}", flush=True)
         for worker in workers:
@@ -226,6 +234,32 @@ def report(workers: list[Worker], rates: list[float], args: argparse.Namespace, 
                 continue
             seconds = statistics.median(found["seconds"])
             print(f"{length:>7}  {mode:<44} {found['tokens'] / seconds:9.0f} tok/s  {found['peak_gib']:6.1f} GiB")
+
+
+def plot(rows: list[dict[str, Any]], longer: dict[int, Any], args: argparse.Namespace) -> None:
+    """Peak memory and tokens/s of each mode by the length of a sequence; a line ends where memory does."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (memory, speed) = plt.subplots(1, 2, figsize=(10, 4))
+    for row in rows:
+        found = {length: by_mode[row["mode"]] for length, by_mode in longer.items() if by_mode[row["mode"]]}
+        lengths = [args.sequence, *found]
+        peaks = [row["peak_gib"], *(f["peak_gib"] for f in found.values())]
+        rates = [row["tokens_per_s"], *(f["tokens"] / statistics.median(f["seconds"]) for f in found.values())]
+        memory.plot(lengths, peaks, marker="o", label=row["mode"])
+        speed.plot(lengths, [rate / 1e3 for rate in rates], marker="o", label=row["mode"])
+    memory.set(xlabel="tokens of a sequence", ylabel="peak of a GPU, GiB", ylim=(0, None))
+    speed.set(xlabel="tokens of a sequence", ylabel="thousand tokens/s, all GPUs", ylim=(0, None))
+    for chart in (memory, speed):
+        chart.set_xscale("log", base=2)
+        chart.set_xticks([args.sequence, *longer], [f"{n // 1024}k" for n in (args.sequence, *longer)])
+        chart.grid(alpha=0.3)
+    memory.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(args.plot, dpi=120)
 
 
 def write(workers: list[Worker], rates: list[float], args: argparse.Namespace, longer: dict[int, Any]) -> None:

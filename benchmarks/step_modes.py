@@ -298,11 +298,12 @@ class Mode:
         self.read(sequence)
         try:
             return self.round(2, warm=1)
-        except torch.OutOfMemoryError:
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            let_go()
-            return None
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the step's activations, which others need
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        let_go()
+        return None
 
     def step(self) -> torch.Tensor:
         """Forward and backward; gradients are dropped. Waits for nothing."""

@@ -31,6 +31,36 @@ BUFFERS: list[tuple[Any, Any]] = []
 _OVERLAPS = ("overlap_ag", "overlap_rs", "bulk_dgrad", "bulk_wgrad")
 
 
+class _Copied(torch.autograd.Function):
+    """The same forward; backward the gradient is summed in place, and waited for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        work: Any = dist.all_reduce(grad, group=ctx.group, async_op=True)
+        work.wait()
+        return grad, None
+
+
+class _Summed(torch.autograd.Function):
+    """Summed in place forward; the same backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
 def _empty(*shape: int, device: Any, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
@@ -53,8 +83,8 @@ class _Layer(nn.Module):
         super().__init__()
         assert overlaps.keys() <= {f"ub_{what}" for what in _OVERLAPS}
         self.overlaps, self.ub_name = overlaps, ub_name
-        self.group = None if tp_group is None else Group.of(tp_group)
-        assert (self.group.size if self.group else 1) == tp_size
+        self.ranks = tp_group
+        assert (dist.get_world_size(tp_group) if tp_group else 1) == tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
         self.normalization, self.eps, self.zero_centered = normalization, eps, zero_centered_gamma
         self.made: dict[str, Any] = {"device": device, "dtype": params_dtype}
@@ -79,15 +109,15 @@ class _Layer(nn.Module):
         return norm(self.plain(x), self.layer_norm_weight, self.layer_norm_bias, self)
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.group is not None:
-            x = coll.gather(x, 0, self.group) if self.sequence_parallel else coll.copy(x, self.group)
+        if self.ranks is not None:
+            x = coll.gather(x, 0, Group.of(self.ranks)) if self.sequence_parallel else _Copied.apply(x, self.ranks)
         return F.linear(x, weight, bias)
 
     def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.group is None:
+        if self.ranks is None:
             return F.linear(x, weight, bias)
         y = F.linear(x, weight)
-        y = coll.scatter(y, 0, self.group) if self.sequence_parallel else coll.reduce(y, self.group)
+        y = coll.scatter(y, 0, Group.of(self.ranks)) if self.sequence_parallel else _Summed.apply(y, self.ranks)
         return y if bias is None else y + bias
 
 

@@ -21,28 +21,41 @@ def _by_unit(model: Any) -> None:
         model.get_submodule(unit).compile(backend="aot_eager", fullgraph=True)
 
 
-def _compiled_beside_eager(
-    config: Any, compile_: Any, dtype: Any, **options: Any
-) -> tuple[int, float, dict[str, float]]:
-    """The graphs that were made, and how far loss and gradients are from those of the same model eager."""
+Beside = tuple[int, float, dict[str, float], list[int]]
+
+
+def _compiled_beside_eager(config: Any, compile_: Any, dtype: Any, **options: Any) -> Beside:
+    """The graphs that were made, how far loss and gradients are from those of the same model eager, and `_splits`."""
     import torch._dynamo.utils
 
     data = batch(config)
-    losses, grads = [], []
+    losses, grads, splits = [], [], []
     for compiled in (False, True):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = dtplan.parallelize(build(config, dtype=dtype), mesh, **options)
         if compiled:
             compile_(model)
         loss = model(**data).loss
+        splits.append(_splits(loss))
         loss.backward()
         losses.append(loss.item())
         grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
     gaps = {n: float((grads[0][n] - g).abs().max() / g.abs().max()) for n, g in grads[1].items()}
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"], abs(losses[0] - losses[1]), gaps
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], abs(losses[0] - losses[1]), gaps, splits
 
 
-def _unit_by_unit(rank: int, name: str, sequence_parallel: bool) -> tuple[int, float, dict[str, float]]:
+def _splits(loss: torch.Tensor) -> int:
+    """How often autograd itself will put gradients of parts together."""
+    nodes, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            left += [following for following, _ in node.next_functions]
+    return sum("Split" in node.name() for node in nodes)
+
+
+def _unit_by_unit(rank: int, name: str, sequence_parallel: bool) -> Beside:
     config = {"llama": llama, "neox": neox}[name](num_hidden_layers=4)
     return _compiled_beside_eager(config, _by_unit, torch.float32, sequence_parallel=sequence_parallel)
 
@@ -51,13 +64,13 @@ def _unit_by_unit(rank: int, name: str, sequence_parallel: bool) -> tuple[int, f
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_one_graph_serves_every_layer_and_computes_the_same(pool: GlooPool, name: str, sequence_parallel: bool) -> None:
     """Under sequence parallelism the first layer has a graph of its own: it is given the embedding's DTensor."""
-    for graphs, loss_gap, gaps in pool.run(_unit_by_unit, name, sequence_parallel, ranks=2, timeout_s=200):
+    for graphs, loss_gap, gaps, _ in pool.run(_unit_by_unit, name, sequence_parallel, ranks=2, timeout_s=200):
         assert graphs == 1 + sequence_parallel
         assert loss_gap < 1e-6
         assert max(gaps.values()) < 1e-5
 
 
-def _as_a_whole(rank: int, fused: bool) -> tuple[int, float, dict[str, float]]:
+def _as_a_whole(rank: int, fused: bool) -> Beside:
     engine.find = lambda: te_standin.ENGINE if fused else "none here"  # type: ignore[assignment]
     config = llama(num_hidden_layers=4, attn_implementation="sdpa")
     compile_ = functools.partial(dtplan.compile_model, backend="aot_eager")
@@ -68,8 +81,12 @@ def _as_a_whole(rank: int, fused: bool) -> tuple[int, float, dict[str, float]]:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_compile_model_computes_the_same_with_few_graphs(pool: GlooPool, fused: bool) -> None:
-    """Three for the loss; two for the layers, or one or two for what lies between fused layers."""
-    for graphs, loss_gap, gaps in pool.run(_as_a_whole, fused, ranks=2, timeout_s=200):
+    """Three for the loss; two for the layers, or one or two for what lies between fused layers.
+
+    Eager, the gradients of q, k and v are put together by autograd in each of four layers; compiled, in the graph.
+    """
+    for graphs, loss_gap, gaps, splits in pool.run(_as_a_whole, fused, ranks=2, timeout_s=200):
         assert graphs <= 3 + 2
         assert loss_gap < 1e-6
         assert max(gaps.values()) < 1e-5
+        assert splits[0] - splits[1] == (4 if fused else 0)

@@ -382,7 +382,7 @@ def test_recomputation_with_fp8_is_transformer_engine_s_own(standin, monkeypatch
     assert len(calls) == 2  # layers
 
 
-def test_overlap_names_the_layers_of_a_unit_and_needs_sequence_parallelism(standin, monkeypatch):
+def test_overlap_names_the_layers_of_a_unit(standin, monkeypatch):
     monkeypatch.setattr(overlap._Session, "made", None)
     te_standin.BUFFERS.clear()
     layers: dict[str, str | None] = {}
@@ -399,7 +399,6 @@ def test_overlap_names_the_layers_of_a_unit_and_needs_sequence_parallelism(stand
     assert te_standin.BUFFERS[0][0] == ([16, 32], 2)
     assert te_standin.BUFFERS[0][1]["quantization_modes"] == ["NONE"]
     assert "for 16 tokens of 32 features" in refusal(sequence_parallel=True, overlap_tokens=32)
-    assert "sequence_parallel is off" in refusal(overlap_tokens=16)
     assert "te='off'" in refusal(te="off", sequence_parallel=True, overlap_tokens=16)
 
 

@@ -72,6 +72,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--te", is_flag=True, help="With TransformerEngine's layers where the plan names them.")
 @click.option("--fp8", is_flag=True, help="With TransformerEngine's layers, in FP8.")
+@click.option("--compiled", is_flag=True, help="With dtplan.compile_model; exact with --te and --fp8, else too high.")
 @click.option("--explain", is_flag=True, help="Also what every number is made of.")
 @click.option("--trace", metavar="FILE", help="Write the chosen layout's step as a Chrome trace, for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
@@ -97,6 +98,7 @@ def fit(
     mixed: bool,
     te: bool,
     fp8: bool,
+    compiled: bool,
     explain: bool,
     trace: str | None,
     as_json: bool,
@@ -129,6 +131,7 @@ def fit(
         sequence_parallel=sequence_parallel,
         checkpointing=checkpointing,
         layers="fp8" if fp8 else "te" if te else "torch",
+        compiled=compiled,
         tp=tp,
     )
     fitted = sizing.fit(meta_model(model), plan, ask)

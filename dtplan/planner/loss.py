@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,14 @@ _NOTHING = -1000.0
 """So far below the largest a logit's power is 0 in any float. That of -inf is as well, but 0 times -inf is nan."""
 
 
+class Kernels(NamedTuple):
+    """What is done to every logit of a rank; see the functions below."""
+
+    largest: Callable[..., Tensor]
+    terms: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
+
+
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -28,7 +36,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
-    compiled: str | None = None,
+    compiled: str | Kernels | None = None,
 ) -> Tensor:
     """Cross entropy of ``logits`` [..., vocabulary] and ``labels`` [...], equal to that of whole logits.
 
@@ -36,8 +44,8 @@ def cross_entropy(
     (Shoeybi et al. 2019, section 3). Computed in float32 at least. The arguments are torch's: the mean is over labels
     that are not ``ignore_index``, each as often as its ``weight`` [vocabulary] says; where torch divides zero by zero
     it is 0. It is the mean of this rank's rows: over unequal data-parallel parts, divide a sum by the number of all.
-    ``compiled``: a backend of ``torch.compile`` for what is done to every logit between the all-reduces;
-    ``"inductor"`` makes no float32 copy of the logits.
+    ``compiled``: a backend of ``torch.compile`` for what is done to every logit between the all-reduces, or
+    functions that do it; ``"inductor"`` makes no float32 copy of the logits.
 
     Raises:
         ApplyError: a DTensor that is cut along another dim, or arguments that torch would refuse; also weights
@@ -93,7 +101,7 @@ def causal_lm_loss(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     *,
-    compiled: str | None = None,
+    compiled: str | Kernels | None = None,
     **_unused: Any,
 ) -> Tensor:
     """The next-token loss with the signature that transformers calls; ``logits`` may be cut.
@@ -134,11 +142,11 @@ def _columns(logits: DTensor) -> tuple[Tensor, Group]:
 
 
 def _of_parts(
-    logits: DTensor, labels: Tensor, ignore_index: int, label_smoothing: float, *, compiled: str | None
+    logits: DTensor, labels: Tensor, ignore_index: int, label_smoothing: float, *, compiled: str | Kernels | None
 ) -> Tensor:
     local, group = _columns(logits)
     flat = local.reshape(len(labels), local.shape[-1])
-    kernels = _KERNELS if compiled is None else _compiled_kernels(compiled)
+    kernels = _KERNELS if compiled is None else _compiled_kernels(compiled) if isinstance(compiled, str) else compiled
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat, labels, group, logits.shape[-1], ignore_index, label_smoothing, kernels
     )
@@ -178,14 +186,12 @@ def _gradient(
     return (found * grad.unsqueeze(-1)).to(x.dtype)
 
 
-_Kernels = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
-_KERNELS: _Kernels = (_largest, _terms, _gradient)
+_KERNELS = Kernels(_largest, _terms, _gradient)
 
 
 @functools.cache
-def _compiled_kernels(backend: str) -> _Kernels:
-    largest, terms, gradient = (torch.compile(kernel, backend=backend) for kernel in _KERNELS)
-    return largest, terms, gradient
+def _compiled_kernels(backend: str) -> Kernels:
+    return Kernels(*(torch.compile(kernel, backend=backend) for kernel in _KERNELS))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -200,14 +206,14 @@ class _CrossEntropy(torch.autograd.Function):
         vocabulary: int,
         ignore: int,
         smoothing: float,
-        kernels: _Kernels,
+        kernels: Kernels,
     ) -> Tensor:
         first = sum(chunk_sizes(vocabulary, group.size)[: group.rank])
         counted = labels != ignore
         own = (labels >= first) & (labels < first + x.shape[1]) & counted
         index = (labels - first).where(own, 0)
-        largest = all_reduce(kernels[0](x), group, "max")
-        summed = all_reduce(kernels[1](x, largest, index, own, smoothing), group)
+        largest = all_reduce(kernels.largest(x), group, "max")
+        summed = all_reduce(kernels.terms(x, largest, index, own, smoothing), group)
         losses = summed[0].log() - (1 - smoothing) * summed[1]
         if smoothing:
             losses = losses - smoothing * summed[2] / vocabulary
@@ -221,4 +227,4 @@ class _CrossEntropy(torch.autograd.Function):
         x, largest, total, index, own, counted = ctx.saved_tensors
         grad = grads[0].where(counted, 0)
         flat = ctx.smoothing / ctx.vocabulary
-        return (ctx.kernels[2](x, largest, total, index, own, grad, ctx.smoothing, flat), *(None,) * 6)
+        return (ctx.kernels.gradient(x, largest, total, index, own, grad, ctx.smoothing, flat), *(None,) * 6)

@@ -68,6 +68,8 @@ class Ask:
     """None: both are tried."""
     checkpointing: bool | None = None
     layers: Layers = "torch"
+    compiled: bool = False
+    """Whether `dtplan.compile_model` follows; what it saves in layers that are not fused is not counted."""
     tp: int | None = None
     """None: all degrees that divide the GPUs, within a host if any of them fits."""
 
@@ -289,6 +291,7 @@ class _Tp:
                 by_unit=self.ranks > 1 or ask.precision.mixed,
                 te=switches.layers != "torch",
                 fp8=switches.layers == "fp8",
+                compiled=ask.compiled,
             )
         return self._traced[switches]
 
@@ -330,6 +333,7 @@ def as_json(fitted: Fit) -> dict[str, Any]:
         "plan": fitted.plan,
         "parameters": fitted.parameters,
         "usable_bytes": fitted.ask.usable,
+        "compiled": fitted.ask.compiled,
         "smallest": _named(fitted.smallest),
         "fastest": _named(fitted.fastest),
         "refused": {str(tp): why for tp, why in fitted.refused.items()},

@@ -34,8 +34,10 @@ def _head(fitted: Fit) -> Iterator[str]:
     yield f"{fitted.architecture}, {fitted.parameters / 1e9:.2f} billion parameters, plan {fitted.plan}"
     yield f"{ask.gpus} x {ask.gpu.name} ({measured}), {ask.per_host} a host; {gib(ask.usable)} GiB usable of each"
     often = f"{ask.micro} at once on a rank"
-    yield f"{ask.batch} sequences of {ask.sequence} tokens a step, {often}; {dtypes}; {ask.optimizer}" + (
-        f"; {layers}" if layers else ""
+    yield (
+        f"{ask.batch} sequences of {ask.sequence} tokens a step, {often}; {dtypes}; {ask.optimizer}"
+        + (f"; {layers}" if layers else "")
+        + ("; compiled" if ask.compiled else "")
     )
 
 
@@ -81,7 +83,7 @@ def _choice(fitted: Fit) -> Iterator[str]:
     if fastest is not None and fastest[0].tp != choice[0].tp:
         yield f"Fastest that fits, by the estimate: {named(*fastest)}, {time(fastest[1].estimate.seconds)} a step"
     yield ""
-    yield from _call(*choice)
+    yield from _call(fitted.ask, *choice)
 
 
 def _others(fitted: Fit) -> Iterator[str]:
@@ -152,6 +154,7 @@ EXPLAINED = {
     "falls during backward, while gradients grow",
     "temporaries": "FSDP2's gathered units and buffers, gradients on their way, what operators and kernels allocate "
     "for a moment, and cuBLAS's 64 MiB, at the moment that is worst in all",
+    "compiled": "the loss makes no float32 copy of the logits; of layers that are not fused a compiler keeps less yet",
     "usable": "the GPU's memory less --reserve: CUDA, NCCL and fragmentation are not in a peak",
     "calls, GB sent": "of one rank: a ring sends 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter. "
     "Checkpointing repeats a layer's calls of forward, which count in the time",
@@ -167,7 +170,7 @@ def named(row: Row, variant: Variant) -> str:
     return f"tp {row.tp} x shard {row.shard} x replicate {row.replicate}{switches}{often}"
 
 
-def _call(row: Row, variant: Variant) -> Iterator[str]:
+def _call(ask: Ask, row: Row, variant: Variant) -> Iterator[str]:
     on = variant.switches
     options = ["sequence_parallel=True"] * on.sequence_parallel + ["activation_checkpointing=True"] * on.checkpointing
     options += ["loss_parallel=True"] * variant.bound.loss_parallel
@@ -175,6 +178,8 @@ def _call(row: Row, variant: Variant) -> Iterator[str]:
     options += ['fp8="delayed"'] if on.layers == "fp8" else []
     yield f"  dtplan.init(tensor_parallel_degree={row.tp}, hybrid_shard_degree={row.shard})"
     yield f"  model = dtplan.transform({', '.join(['model', *options])})"
+    if ask.compiled:
+        yield "  model = dtplan.compile_model(model)"
 
 
 def _mark(variant: Variant, ask: Ask) -> str:

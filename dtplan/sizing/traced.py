@@ -32,6 +32,7 @@ from dtplan.planner.apply import guard, shard_on_tp
 from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.fsdp import checkpoint_units
+from dtplan.planner.loss import Kernels, causal_lm_loss
 from dtplan.planner.memory import unit_of
 from dtplan.sizing.watch import Segment, Watch, local_tensors, watched_units
 from dtplan.te.choose import choose
@@ -147,11 +148,13 @@ def traced_step(
     by_unit: bool = False,
     te: bool = False,
     fp8: bool = False,
+    compiled: bool = False,
 ) -> Traced:
     """Forward and backward of ``rows`` sequences of ``sequence`` tokens on one of ``tp`` ranks; nothing is computed.
 
     ``by_unit``: gradients of whole parameters are summed once a unit, as under FSDP2. ``te``: with TransformerEngine's
-    layers where the plan names them, ``fp8`` in FP8.
+    layers where the plan names them, ``fp8`` in FP8. ``compiled``: the loss over cut logits is, as by
+    `dtplan.compile_model`; what a compiler saves in layers is not known here.
 
     Raises:
         TraceError: this process has a process group, or the model asks for values that meta tensors do not have.
@@ -168,6 +171,8 @@ def traced_step(
         if checkpointing:
             checkpoint_units(model, bound, 1, fusing.recomputing or _recomputed)
         guard(model, bound)
+        if compiled and loss_parallel:
+            model.loss_function = functools.partial(causal_lm_loss, compiled=_MERGED)  # type: ignore[assignment]
         units = [(name, model.get_submodule(name)) for name in bound.fsdp_units]
         ids = torch.zeros(rows, sequence, dtype=torch.long, device="meta")
         watch = Watch([ids, *local_tensors([*model.parameters(), *model.buffers()])])
@@ -181,6 +186,24 @@ def traced_step(
                 "`dtplan prove` says whether the plan is right, `dtplan show` sizes what is held between steps"
             ) from error
     return _sorted(watch.segments, cut.stands_for, te=te or fp8)
+
+
+# What a compiler makes of the loss: each kernel reads the logits once, and writes its result and nothing else.
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.amax(-1).float()
+
+
+def _terms(x: Tensor, largest: Tensor, index: Tensor, own: Tensor, smoothing: float) -> Tensor:
+    return torch.stack([x.sum(-1).float()] * (3 if smoothing else 2))
+
+
+def _gradient(x: Tensor, *_: Any) -> Tensor:
+    return x.neg()
+
+
+_MERGED = Kernels(_largest, _terms, _gradient)
 
 
 def fused(model: nn.Module, bound: BoundPlan, *, fp8: bool, fsdp: bool = False) -> Fusing:

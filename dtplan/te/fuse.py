@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtplan._errors import ApplyError
+from dtplan.planner.agreement import together
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.styles import Tp
 from dtplan.te import direct, overlap
@@ -51,7 +52,7 @@ class Fusing:
             more = overlap.options_of(self.choice.fused)
         elif self.overlap_tokens is not None:
             size = self.overlap_tokens * self.bound.width * self.dtype.itemsize
-            group = direct.over(group, direct.lane_of(group, size))
+            group = direct.over(group, together(lambda: direct.lane_of(tp.mesh.get_group(), size)))
         install(model, self.choice.fused, tp, self.engine, self.dtype, group, more)
         if self.recipe is not None:
             parts = tp.group.size if self.bound.sequence_parallel else 1

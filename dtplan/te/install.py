@@ -78,17 +78,42 @@ class FusedNorm(nn.Module):
         return self.mailbox.put(x)
 
 
+class Parts:
+    """The output of a fused layer, of which each layer that it replaces hands out a part."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.whole: Tensor | None = None
+        self._split: tuple[Tensor, ...] = ()
+
+    def put(self, whole: Tensor | None) -> None:
+        """The output of this call; None: there is none."""
+        self.whole, self._split = whole, ()
+
+    def part(self, i: int) -> Tensor:
+        """The columns of layer ``i``; their gradients are put side by side in one tensor.
+
+        Autograd does so for a split. A compiler does it in the kernels that compute the gradients, if it sees slices.
+        """
+        assert self.whole is not None
+        if torch.compiler.is_compiling():
+            return self.whole.narrow(-1, self.starts[i], self.sizes[i])
+        if not self._split:
+            self._split = self.whole.split(self.sizes, -1)
+        return self._split[i]
+
+
 class Outlet(nn.Module):
     """In place of a linear layer that became a part of a fused one: hands out its part of the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Parts, number: int) -> None:
         super().__init__()
-        self.value: Tensor | None = None
+        self.parts, self.number = parts, number
 
     def forward(self, _: Tensor) -> Tensor:
         """The part that the fused layer computed."""
-        assert self.value is not None
-        return self.value
+        return self.parts.part(self.number)
 
 
 def install(
@@ -152,13 +177,12 @@ class _Installer:
             module.forward = taking(self.tokens.same(module.run), mailbox, layer.region)
             return
         region = self.model.get_submodule(layer.region)
-        outlets = [Outlet() for _ in layer.columns]
-        for name, outlet in zip(layer.columns, outlets, strict=True):
-            _set(self.model, name, outlet)
         weight = next(t.bound for t in layer.tensors if t.bound.name == "weight")
-        sizes = [rows // self.tp.group.size for rows in weight.sections or weight.shape[:1]]
+        parts = Parts([rows // self.tp.group.size for rows in weight.sections or weight.shape[:1]])
+        for number, name in enumerate(layer.columns):
+            _set(self.model, name, Outlet(parts, number))
         module.forward = self.tokens.column(module.run)
-        region.forward = Entering(region.forward, module, mailbox, outlets, sizes, layer)
+        region.forward = Entering(region.forward, module, mailbox, parts, layer)
 
     def _module(self) -> Any:
         """The TransformerEngine layer, without memory for parameters."""
@@ -220,12 +244,10 @@ def taking(inner: Forward, mailbox: Mailbox, reader: str) -> Forward:
 
 
 class Entering:
-    """The forward of a region that runs a fused layer first, and hands the parts of its output to ``outlets``."""
+    """The forward of a region that runs a fused layer first, whose output its outlets hand out in ``parts``."""
 
-    def __init__(
-        self, inner: Forward, fused: nn.Module, mailbox: Mailbox, outlets: list[Outlet], sizes: list[int], layer: Fused
-    ) -> None:
-        self.inner, self.fused, self.mailbox, self.outlets, self.sizes = inner, fused, mailbox, outlets, sizes
+    def __init__(self, inner: Forward, fused: nn.Module, mailbox: Mailbox, parts: Parts, layer: Fused) -> None:
+        self.inner, self.fused, self.mailbox, self.parts = inner, fused, mailbox, parts
         first = next(iter(inspect.signature(inner).parameters))
         self.argument = layer.argument or BoundMove(value=0, name=first, op="keep", src=R, dst=R)
         self.name = layer.region or ""
@@ -233,20 +255,18 @@ class Entering:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the region returns; it reads NaNs in place of its input."""
         args, kwargs = replaced(args, kwargs, self.argument, self._run)
-        if any(outlet.value is None for outlet in self.outlets):
+        if self.parts.whole is None:
             named = self.argument.name or self.argument.value
             raise ApplyError(f"{self.name} was called without its argument {named}")
         try:
             return self.inner(*args, **kwargs)
         finally:
-            for outlet in self.outlets:
-                outlet.value = None
+            self.parts.put(None)
 
     def _run(self, passed: object) -> Tensor:
         x = self.mailbox.take(passed, self.name)
         out: Tensor = self.fused(x)
-        for outlet, part in zip(self.outlets, out.split(self.sizes, -1), strict=True):
-            outlet.value = part
+        self.parts.put(out)
         return self.mailbox.nothing(out, (*out.shape[:-1], x.shape[-1]))
 
 
@@ -273,7 +293,8 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
 def seal(model: nn.Module, fused: Iterable[Fused]) -> None:
     """Call fused layers through their class once all is wrapped around them, so that compiled code finds one function.
 
-    A compiler takes them as they are: what they do is not traced.
+    A compiler takes them as they are: what they do is not traced. A compiler that may look into them finds the same
+    graphs, but the host is busier: for 0.74 of a bf16 step of two layers on two H200s in place of 0.64.
     """
     for layer in fused:
         if layer.layer != "DotProductAttention":
