@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dtplan.planner.compiled import compile_model
     from dtplan.planner.degrees import Degrees
     from dtplan.planner.graphed import GraphedStep
-    from dtplan.planner.loss import cross_entropy
+    from dtplan.planner.loss import cross_entropy, entropy, log_probs
     from dtplan.report.diff import diff
     from dtplan.smp import State, get_state, init, is_initialized, reset, transform
     from dtplan.training.checkpoints import Resumed, TrainingCheckpoints
@@ -48,6 +48,8 @@ _HOMES = {
     "clip_grad_norm_": "dtplan.planner.clip",
     "compile_model": "dtplan.planner.compiled",
     "cross_entropy": "dtplan.planner.loss",
+    "entropy": "dtplan.planner.loss",
+    "log_probs": "dtplan.planner.loss",
     "diff": "dtplan.report.diff",
     "parallelize": "dtplan.planner.apply",
     "State": "dtplan.smp",
@@ -86,12 +88,14 @@ __all__ = [
     "compile_model",
     "cross_entropy",
     "diff",
+    "entropy",
     "get_state",
     "init",
     "initialize",
     "is_initialized",
     "load",
     "load_plan",
+    "log_probs",
     "parallelize",
     "parse_plan",
     "reset",

@@ -7,6 +7,7 @@ write. `docs/prove.md` lists the silent cases that no plan can cause, and where 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from dtplan.plan.read import load_plan, parse_plan
 from dtplan.plan.spec import Plan
 from dtplan.prove.proof import prove_model
 from dtplan.prove.result import Finding, Leg, Proof
-from dtplan.prove.shrink import live_model
+from dtplan.prove.shrink import live_model, randomized
 from tests.cases import P0, plan_with, t0
 from tests.families import build, plan_file
 from tests.models import build as build_model
@@ -236,6 +237,50 @@ def test_b25_gate_and_up_that_alternate_are_split_at_their_midpoint() -> None:
     assert first(proof).tried == PROVED
 
 
+class Gated(nn.Module):
+    """Values under two gates a head, whose rows lie together by kv head: b and a of the first, of the second, ..."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.shared = config.num_attention_heads // config.num_key_value_heads
+        self.in_proj_ba = nn.Linear(config.hidden_size, 2 * config.num_attention_heads, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        groups = self.in_proj_ba(hidden_states).unflatten(-1, (-1, 2 * self.shared))
+        b, a = (gate.flatten(-2).unsqueeze(-1) for gate in groups.split(self.shared, -1))
+        values = self.v_proj(hidden_states).unflatten(-1, (b.shape[-2], -1))
+        return self.o_proj((values * b.sigmoid() * a.exp()).flatten(-2)), None
+
+
+def test_b25_gates_grouped_by_kv_head_are_split_at_their_midpoint() -> None:
+    """As `in_proj_ba` of a gated delta rule, 4 groups: taken for two halves, ranks get gates of other heads."""
+    config = t0(num_attention_heads=8, num_key_value_heads=4)
+
+    def make() -> nn.Module:
+        model = LlamaForCausalLM(config)
+        model.model.layers[0].self_attn = Gated(config)
+        return randomized(model.double(), 0)
+
+    def plan(layout: str) -> Plan:
+        after = P0[P0.index("  model.layers.*.self_attn.o") :]
+        return parse_plan(
+            f"{P0[: P0.index('rules:')]}rules:\n"
+            f"  model.layers.*.self_attn.in_proj_ba: {{style: colwise, {layout}}}\n"
+            f"  model.layers.*.self_attn.v_proj: {{style: colwise, unit: head}}\n{after}",
+            "gated.yaml",
+        )
+
+    proof = proof_of(make, plan("sections: [kv_head, kv_head]"))
+    assert_silent(proof)
+    found = first(proof)
+    assert found.name == "model.layers.0.self_attn.o_proj"
+    assert "write `unit: kv_head`; of 16 rows rank 0 then holds 0-7, not 0-3 and 8-11" in found.advice
+    assert found.tried == PROVED
+    assert proof_of(make, plan("unit: kv_head")).verdict == "proved"
+
+
 # --- Tied embeddings ---
 
 
@@ -319,3 +364,17 @@ def test_b96_a_row_parallel_bias_is_added_by_every_rank() -> None:
     assert found.name == "model.layers.0.mlp.down_proj"
     assert "every rank adds `bias` before the sum over ranks: write `once: true` there" in found.advice
     assert found.tried == PROVED
+
+
+# --- The page ---
+
+
+def test_every_silent_case_of_the_page_has_a_test_of_its_name() -> None:
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "prove.md").read_text().split("## Silent cases")[1]
+    tests = re.findall(
+        r"^def test_(\w+)", "".join(file.read_text() for file in root.glob("tests/test_*.py")), re.MULTILINE
+    )
+    named = {word for name in tests for word in name.split("_")}
+    assert len(cases := re.findall(r"\bB\d+", page)) > 40
+    assert [case for case in cases if case.lower() not in named] == []

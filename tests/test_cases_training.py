@@ -206,7 +206,7 @@ def _unequal_parts() -> list[dict[str, Tensor]]:
     return [{"input_ids": data["input_ids"][i : i + 2], "labels": labels[i : i + 2]} for i in (0, 2)]
 
 
-def test_b51_b52_token_mean_over_unequal_data_parallel_batches() -> None:
+def test_b51_b52_b65_token_mean_over_unequal_data_parallel_batches() -> None:
     """FSDP2 averages over the data-parallel ranks, so each divides its sum by the mean number of labels a rank."""
     parts = _unequal_parts()
     joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

@@ -102,6 +102,38 @@ def test_b79_a_save_on_one_rank_only_is_told_in_seconds(pool: GlooPool, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+class _FirstMoment(torch.optim.Optimizer):
+    """Makes its state as TransformerEngine's FusedAdam once did, from the global shape, or as it should."""
+
+    def __init__(self, model: nn.Module, how: str) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.how = how
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            like = self.how == "like"
+            self.state[parameter]["exp_avg"] = torch.zeros_like(parameter) if like else torch.zeros(parameter.shape)
+
+
+def _with_state_made(rank: int, model: nn.Module, how: str, folder: str) -> str:
+    run = Run(model, (1, 2, 1), make=lambda sharded: _FirstMoment(sharded, how))
+    run.optimizer.step()
+    try:
+        run.checkpoints(folder).save(1)
+    except WeightsError as error:
+        return str(error)
+    return "saved"
+
+
+def test_b59_state_made_from_the_global_shape_is_refused_by_name(tmp_path: Path) -> None:
+    """State made by zeros(shape) is whole on every rank; made by zeros_like it lies as its parameter and is saved."""
+    (refused,) = set(simulated_ranks(2, _with_state_made, build(t0()), "shape", str(tmp_path)))
+    assert "optimizer state exp_avg of model.embed_tokens.weight: a plain tensor of shape [32, 32]" in refused
+    assert "where the parameter is a DTensor of shape [32, 32] placed as (" in refused
+    assert "torch.zeros_like makes such" in refused
+    assert set(simulated_ranks(2, _with_state_made, build(t0()), "like", str(tmp_path))) == {"saved"}
+
+
 def _fourth_step(rank: int, model: Any, folder: str, straight: bool) -> tuple[float, dict[str, Tensor]]:
     run = Run(model, (1, 1, 2), dtplan.parse_plan(P0))
     if straight:

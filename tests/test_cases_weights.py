@@ -12,13 +12,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfig, conversion_mapping
+from transformers.core_model_loading import PermuteForRope, WeightConverter
 
 import dtplan
 from dtplan import WeightsError
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
+from dtplan.weights.load import load_checkpoint
 from tests.cases import gap, ids_of, model_of, t0
 from tests.models import neox
 
@@ -97,6 +99,33 @@ def test_b33_an_uneven_vocabulary_is_saved_without_padding(tmp_path: Path, famil
     assert all(torch.equal(p, source.get_parameter(n)) for n, p in again.named_parameters())
     saved = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(saved.values())) > 1
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_b34_the_parts_of_all_ranks_are_the_file_whatever_the_size(tmp_path: Path, tp: int) -> None:
+    """Slice-on-read drops rows where a stride is a floor division; of 33 rows tp 4 reads 9, 9, 9 and 6."""
+    sizes = [*range(1, 2 * tp + 2), 33]
+    file = {f"{dim}.{size}": torch.rand((size, 3) if dim == 0 else (3, size)) for size in sizes for dim in (0, 1)}
+    save_file(file, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def on_rank(rank: int) -> dict[str, torch.Tensor]:
+        mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+        model = nn.Module()
+        for dim in (0, 1):
+            held = {name[2:]: distribute_tensor(value, mesh, [Shard(dim)]) for name, value in _blank(file, dim)}
+            model.add_module(str(dim), nn.ParameterDict(held))
+        load_checkpoint(model, tmp_path)
+        return {name: parameter.detach().to_local() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+
+    parts = simulated_ranks(tp, on_rank)
+    for name, value in file.items():
+        assert torch.equal(torch.cat([held[name] for held in parts], int(name[0])), value), name
+    if tp == 4:
+        assert [len(held["0.33"]) for held in parts] == [9, 9, 9, 6]
+
+
+def _blank(file: dict[str, torch.Tensor], dim: int) -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.zeros_like(value)) for name, value in file.items() if name.startswith(str(dim))]
 
 
 def _steps_on_rank(rank: int, folder: str, resumed: str | None) -> list[float]:
@@ -182,3 +211,38 @@ def test_b38_another_vocabulary_in_the_checkpoint_names_both_sizes(pool: GlooPoo
     assert "36" in text
     assert "40" in text
     assert "resize the embeddings before parallelize" in text
+
+
+Q = "self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(("shard", "tp"), [(1, 2), (2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("permuted", [False, True], ids=["", "permuted"])
+def test_b84_q_proj_is_the_same_at_every_mesh_shape_and_no_shard_is_permuted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: int, tp: int, permuted: bool
+) -> None:
+    """A permutation at load, done on shards, scrambles the rows: files that need one go through a whole model."""
+    config = t0(num_key_value_heads=4)
+    source: Any = _source(config, tmp_path)
+    if permuted:
+        conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes the table
+        table: Any = conversion_mapping._checkpoint_conversion_mapping_cache
+        monkeypatch.setitem(table, "llama", [WeightConverter([Q], [Q], [PermuteForRope()])])
+        source, file = LlamaForCausalLM.from_pretrained(tmp_path), source
+        assert gap(source.model.layers[0].self_attn.q_proj.weight, file.model.layers[0].self_attn.q_proj.weight) > 0.01
+
+    def on_rank(rank: int) -> tuple[float, float]:
+        model = dtplan.parallelize(model_of(config, meta=True), _mesh(shard, tp))
+        if permuted:
+            with pytest.raises(WeightsError, match=f"changes the values of {Q} .* under the same name"):
+                dtplan.load(model, tmp_path)
+        dtplan.load(model, source.state_dict() if permuted else tmp_path)
+        if permuted:
+            with pytest.raises(WeightsError, match=f"changes the values of {Q}"):
+                dtplan.save(model, tmp_path / "saved")
+        weights = [one.model.layers[0].self_attn.q_proj.weight for one in (model, source)]
+        return gap(*weights), gap(model(ids_of(config)).logits, source(ids_of(config)).logits)
+
+    for rows, logits in simulated_ranks(shard * tp, on_rank):
+        assert rows == 0
+        assert logits < 1e-5

@@ -26,6 +26,7 @@ from dtplan.planner.degrees import AXES
 from dtplan.planner.dropout import add_streams
 from dtplan.planner.fsdp import FsdpOptions, checkpoint_units, data_mesh, precision, recomputed, shard_with_fsdp
 from dtplan.planner.loss import causal_lm_loss
+from dtplan.planner.sampling import draw_alike
 from dtplan.planner.stored import Stored
 from dtplan.planner.styles import Scope, Sharded, Tp
 from dtplan.te.fuse import Fusing, fuse
@@ -76,7 +77,7 @@ def parallelize(
         sequence_parallel: cut the residual stream along the sequence between the blocks; the sequence length
             must be a multiple of the tp degree.
         loss_parallel: keep the logits cut along the vocabulary (a DTensor); the model's own loss and
-            ``dtplan.cross_entropy`` work on the parts.
+            ``dtplan.cross_entropy``, ``log_probs`` and ``entropy`` work on the parts.
         mixed_precision: ``"bf16"`` computes in bfloat16 with float32 parameters and reductions.
         reshard_after_forward: free a unit's gathered weights after forward; None is what the plan says.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -134,6 +135,7 @@ def parallelize(
         tp = shard_on_tp(model, fusing, mesh["tp"], by_unit=data is not None or every > 0)
         model.forward = _checking_first_batch(model.forward, tp)
         add_streams(model, bound, tp)
+        draw_alike(model, mesh["tp"])
         fusing.seal(model)
         stored = tp.stored
     if every:
@@ -293,6 +295,10 @@ def guard(model: nn.Module, bound: BoundPlan) -> None:
         "save_pretrained": "call dtplan.save(model, folder) on every rank",
         "resize_token_embeddings": "resize before dtplan.parallelize",
     }
+    if bound.sequence_parallel or bound.loss_parallel:
+        instead["generate"] = (
+            "tokens come one by one, from whole logits: parallelize without sequence_parallel and loss_parallel"
+        )
     for method, advice in instead.items():
         if hasattr(model, method):
             setattr(model, method, functools.partial(_refuse, method, advice))

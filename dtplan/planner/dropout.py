@@ -45,7 +45,7 @@ class Streams:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def own(self, device: torch.device) -> None:
         """Go over to the rank's own stream, unless the generator is on it."""
-        generator = _generator(device)
+        generator = generator_of(device)
         seed = generator.initial_seed()
         if device in self._left and seed == self._left[device][0]:
             return
@@ -64,13 +64,14 @@ class Streams:
     def shared(self) -> None:
         """Go back to the shared stream, to where it was left."""
         for device, (seed, state) in self._left.items():
-            generator = _generator(device)
+            generator = generator_of(device)
             if generator.initial_seed() == seed:
                 generator.set_state(state)
         self._left.clear()
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
+    """From which torch draws on ``device`` by default."""
     return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
 
 

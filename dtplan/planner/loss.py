@@ -1,4 +1,4 @@
-"""Cross entropy over logits that are cut along the vocabulary, without ever gathering them."""
+"""Cross entropy and entropy of logits that are cut along the vocabulary, without ever gathering them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from dtplan._errors import ApplyError
-from dtplan.planner.collectives import Group, all_reduce, chunk_sizes
+from dtplan.planner.collectives import Group, all_reduce, chunk_sizes, reduce
+
+_ALONE = Group(name="", size=1, rank=0)
+"""Holds all columns: its sums are its own, and nothing is sent."""
+_NOTHING = -1000.0
+"""So far below the largest a logit's power is 0 in any float. That of -inf is as well, but 0 times -inf is nan."""
 
 
 class Kernels(NamedTuple):
@@ -27,6 +32,7 @@ def cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
@@ -35,14 +41,18 @@ def cross_entropy(
     """Cross entropy of ``logits`` [..., vocabulary] and ``labels`` [...], equal to that of whole logits.
 
     Logits that are a DTensor cut along the last dim stay cut: two all-reduces of one or two numbers a token
-    (Shoeybi et al. 2019, section 3). Computed in float32 at least. The mean is over labels that are not
-    ``ignore_index``; when there is none it is 0. ``compiled``: a backend of ``torch.compile`` for what is done to every
-    logit between the all-reduces, or functions that do it; ``"inductor"`` makes no float32 copy of the logits.
+    (Shoeybi et al. 2019, section 3). Computed in float32 at least. The arguments are torch's: the mean is over labels
+    that are not ``ignore_index``, each as often as its ``weight`` [vocabulary] says; where torch divides zero by zero
+    it is 0. It is the mean of this rank's rows: over unequal data-parallel parts, divide a sum by the number of all.
+    ``compiled``: a backend of ``torch.compile`` for what is done to every logit between the all-reduces, or
+    functions that do it; ``"inductor"`` makes no float32 copy of the logits.
 
     Raises:
-        ApplyError: a DTensor that is cut along another dim.
+        ApplyError: a DTensor that is cut along another dim, or arguments that torch would refuse; also weights
+            together with label smoothing.
     """
-    labels = labels.reshape(-1)
+    _check(logits, labels, weight, reduction, label_smoothing)
+    shape, labels = labels.shape, labels.reshape(-1)
     if isinstance(logits, DTensor):
         losses = _of_parts(logits, labels, ignore_index, label_smoothing, compiled=compiled)
     else:
@@ -50,10 +60,37 @@ def cross_entropy(
         losses = F.cross_entropy(
             flat, labels, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
         )
+    counted = labels != ignore_index
+    if weight is None:
+        number = counted.sum().clamp(min=1)
+    else:
+        weights = weight.to(losses.dtype)[labels.where(counted, 0)].where(counted, 0)
+        losses, number = losses * weights, weights.sum()
+        number = number.where(number != 0, 1)
     if reduction == "none":
-        return losses
+        return losses.view(shape)
     total = losses.sum()
-    return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
+    return total if reduction == "sum" else total / number
+
+
+def log_probs(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """Log probability [...] of every label, 0 for ``ignore_index``; as `cross_entropy`, logits stay cut."""
+    return -cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy [...] of the distributions that ``logits`` [..., vocabulary] give; as in `cross_entropy`, they stay cut.
+
+    Raises:
+        ApplyError: a DTensor that is cut along another dim.
+    """
+    x, group = _columns(logits) if isinstance(logits, DTensor) else (logits, _ALONE)
+    x = _at_least_float(x)
+    largest = all_reduce(_largest(x.detach()), group, "max").unsqueeze(-1)
+    x = (x - largest).clamp(min=_NOTHING)
+    powers = x.exp()
+    total, weighted = reduce(torch.stack([powers.sum(-1), (powers * x).sum(-1)]), group).unbind()
+    return total.log() - weighted / total
 
 
 def causal_lm_loss(
@@ -80,18 +117,38 @@ def causal_lm_loss(
     return summed / num_items_in_batch
 
 
+def _check(logits: Tensor, labels: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float) -> None:
+    """What would otherwise be wrong in silence, or fail on some ranks."""
+    vocabulary = logits.shape[-1]
+    if labels.is_floating_point() or labels.numel() * vocabulary != logits.numel():
+        raise ApplyError(
+            f"labels of shape {list(labels.shape)} and {labels.dtype} for logits of shape {list(logits.shape)}; "
+            "cross_entropy takes the number of a class for every row, classes along the last dim"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ApplyError(f"reduction={reduction!r} is none of 'mean', 'sum', 'none'")
+    if weight is not None and (label_smoothing or weight.shape != (vocabulary,)):
+        raise ApplyError(
+            f"weight of shape {list(weight.shape)} with label_smoothing={label_smoothing}; cross_entropy takes one "
+            f"number for each of {vocabulary} classes, and no label_smoothing beside it"
+        )
+
+
+def _columns(logits: DTensor) -> tuple[Tensor, Group]:
+    """This rank's part of ``logits``, and the ranks that hold the others."""
+    if logits.placements != (Shard(logits.dim() - 1),):
+        raise ApplyError(f"logits are placed as {logits.placements}; they are needed cut along the last dim")
+    return logits.to_local(), Group.of(logits.device_mesh.get_group())
+
+
 def _of_parts(
     logits: DTensor, labels: Tensor, ignore_index: int, label_smoothing: float, *, compiled: str | Kernels | None
 ) -> Tensor:
-    if logits.placements != (Shard(logits.dim() - 1),):
-        raise ApplyError(f"logits are placed as {logits.placements}; cross_entropy needs them cut along the last dim")
-    mesh, vocabulary = logits.device_mesh, logits.shape[-1]
-    local = logits.to_local()
-    flat = local.reshape(-1, local.shape[-1])
-    group = Group.of(mesh.get_group())
+    local, group = _columns(logits)
+    flat = local.reshape(len(labels), local.shape[-1])
     kernels = _KERNELS if compiled is None else _compiled_kernels(compiled) if isinstance(compiled, str) else compiled
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, labels, group, vocabulary, ignore_index, label_smoothing, kernels
+        flat, labels, group, logits.shape[-1], ignore_index, label_smoothing, kernels
     )
     return losses
 
@@ -104,12 +161,15 @@ def _at_least_float(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Of each row."""
-    return _at_least_float(x).amax(-1)
+    """Of each row; nothing is larger than what a rank without a column has."""
+    x = _at_least_float(x)
+    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
 
 
 def _terms(x: Tensor, largest: Tensor, index: Tensor, own: Tensor, smoothing: float) -> Tensor:
     """[2 or 3, rows]: the sum of powers, the target's logit, and with smoothing the sum of logits."""
+    if not x.shape[1]:  # fewer columns than ranks
+        return largest.new_zeros(3 if smoothing else 2, len(x))
     x = _at_least_float(x) - largest.unsqueeze(-1)
     target = x.gather(1, index.unsqueeze(-1)).squeeze(-1).where(own, 0)
     return torch.stack([x.exp().sum(-1), target] + ([x.sum(-1)] if smoothing else []))
@@ -122,7 +182,7 @@ def _gradient(
     powers = (_at_least_float(x) - largest.unsqueeze(-1)).exp() / total.unsqueeze(-1)
     columns = torch.arange(x.shape[1], device=x.device)
     hit = (columns == index.unsqueeze(-1)) & own.unsqueeze(-1)
-    found = powers - flat - hit * (1 - smoothing)
+    found = (powers - flat).add(hit, alpha=smoothing - 1)  # a product with hit would be float32
     return (found * grad.unsqueeze(-1)).to(x.dtype)
 
 
@@ -152,15 +212,15 @@ class _CrossEntropy(torch.autograd.Function):
         counted = labels != ignore
         own = (labels >= first) & (labels < first + x.shape[1]) & counted
         index = (labels - first).where(own, 0)
-        columns = x if x.shape[1] else x.new_full((len(x), 1), float("-inf"))  # fewer columns than ranks
-        largest = all_reduce(kernels.largest(columns), group, "max")
-        summed = all_reduce(kernels.terms(columns, largest, index, own, smoothing), group)
+        largest = all_reduce(kernels.largest(x), group, "max")
+        summed = all_reduce(kernels.terms(x, largest, index, own, smoothing), group)
         losses = summed[0].log() - (1 - smoothing) * summed[1]
         if smoothing:
             losses = losses - smoothing * summed[2] / vocabulary
         ctx.save_for_backward(x, largest, summed[0], index, own, counted)
         ctx.kernels, ctx.smoothing, ctx.vocabulary = kernels, smoothing, vocabulary
-        return losses.where(counted, 0)
+        known = (labels >= 0) & (labels < vocabulary)  # without its logit the loss of another would look right
+        return losses.where(known, float("nan")).where(counted, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

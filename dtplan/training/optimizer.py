@@ -105,11 +105,16 @@ def _record(owner: str, key: str, value: Any, parameter: Tensor) -> Any:
         alike = value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
     if not alike:
         raise WeightsError(
-            f"optimizer state {key} of {owner}: a {type(value).__name__} of shape {list(value.shape)}, where the "
-            f"parameter has {list(parameter.shape)}; numbers, and tensors placed as the parameter is, can be saved "
-            "and resharded, others cannot"
+            f"optimizer state {key} of {owner}: {_kind(value)}, where the parameter is {_kind(parameter)}; numbers and "
+            "tensors that are placed as the parameter is (torch.zeros_like makes such) can be saved and resharded"
         )
     return {_LIKE: DTYPE_NAMES[value.dtype]}
+
+
+def _kind(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        return f"a DTensor of shape {list(tensor.shape)} placed as {tensor.placements}"
+    return f"a plain tensor of shape {list(tensor.shape)}"
 
 
 # -------------------------------------------------------------------------------------------------------- resuming

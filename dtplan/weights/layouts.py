@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dtplan._errors import WeightsError
 from dtplan.weights.blocks import Block
 
 __all__ = ["FileLayout", "Piece", "class_name", "file_layout"]
@@ -53,6 +54,18 @@ class FileLayout:
     renamed: Callable[[str], str] = str
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """The end of a name, and the ends of the names of its parts, with ``*`` for the number of the entry."""
+    reordered: tuple[str, ...] = ()
+    """Ends of names that are the same in files and in the model, where the values are in another order."""
+
+    def checked(self) -> FileLayout:
+        """Itself. Raises WeightsError when names do not tell in which order a file's values are."""
+        if self.reordered:
+            raise WeightsError(
+                f"transformers changes the values of {', '.join(self.reordered)} on the way from and to files, under "
+                "the same name, so that a file does not tell which order it has: load with from_pretrained and give "
+                "dtplan.load the state_dict(); keep what is trained with dtplan.TrainingCheckpoints"
+            )
+        return self
 
     def pieces(self, name: str, shape: Sequence[int]) -> list[Piece]:
         """What the model's tensor ``name`` of ``shape`` is in files; nothing when it is one tensor there."""
@@ -94,6 +107,8 @@ def file_layout(model: nn.Module) -> FileLayout:
         found = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
     # transformers, too, writes no prefix back that it may have dropped.
     found = [one for one in found if not isinstance(one, PrefixChange)]
+    if reordered := [name for one in found if isinstance(one, WeightConverter) for name in _reordered(one)]:
+        return FileLayout(reordered=tuple(reordered))
     names = [one for one in found if type(one) is WeightRenaming]
     stacks = [one for one in found if type(one) is WeightConverter and _stacks(one)]
     if len(names) + len(stacks) < len(found):
@@ -116,6 +131,16 @@ def _classes_as_built(model: nn.Module) -> Iterator[None]:
     finally:
         for module, kind in wrapped.items():
             module.__class__ = kind
+
+
+def _reordered(converter: Any) -> set[str]:
+    """The names that it reads and writes, unless shapes tell whether it has done its work."""
+    if all(getattr(step, "check_dims", False) for step in converter.operations):
+        return set()
+    read, written = (
+        {one.replace("\\", "") for one in side} for side in (converter.source_patterns, converter.target_patterns)
+    )
+    return read & written
 
 
 def _stacks(converter: Any) -> bool:

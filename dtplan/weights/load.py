@@ -95,7 +95,7 @@ def load_checkpoint(
     checked before the model is touched; after a failure to read, the values in the model are undefined.
     """
     meet("load_checkpoint", MEET_SECONDS)
-    opened = shared_by_rank0(lambda: _opened(source)) if from_rank0 else agreed(lambda: _opened(source))
+    opened = shared_by_rank0(lambda: _opened(source, model)) if from_rank0 else agreed(lambda: _opened(source, model))
     _refuse_other_checkpoints(opened)
     plan = agreed(lambda: _match(model, opened, aliases, stored, strict=strict))
     agreed(lambda: _audit(plan, materialise(model, device)))
@@ -111,10 +111,13 @@ def load_checkpoint(
     )
 
 
-def _opened(source: Source | None) -> Checkpoint:
+def _opened(source: Source | None, model: nn.Module) -> Checkpoint:
     if source is None:
         raise WeightsError("there is nothing to load: give a folder or a state dict, or from_rank0=True on all ranks")
-    return tensors_at_hand(source) if isinstance(source, Mapping) else open_checkpoint(source)
+    if isinstance(source, Mapping):
+        return tensors_at_hand(source)
+    file_layout(model).checked()
+    return open_checkpoint(source)
 
 
 def _refuse_other_checkpoints(opened: Checkpoint) -> None:

@@ -92,7 +92,7 @@ def _held_tensors(model: nn.Module, stored: Mapping[str, Stored], dtype: torch.d
     """This rank's blocks of the tensors to save, in the model's order, each under one name, as transformers does."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     dropped = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    layout = file_layout(model)
+    layout = file_layout(model).checked()
     held = []
     for state in state_tensors(model, stored):
         names = [name for name in state.names if name not in dropped]

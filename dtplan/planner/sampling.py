@@ -1,0 +1,41 @@
+"""Generation on the tp axis: every rank chooses the next token itself, so all must draw the same numbers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtplan.planner.dropout import generator_of
+
+
+def draw_alike(model: nn.Module, tp: DeviceMesh) -> None:
+    """Let ``model.generate`` begin on the random stream of the first rank of ``tp``.
+
+    Ranks that were seeded apart would each go on with tokens of their own, and the model reads them as one sequence.
+    """
+    generate: Any = getattr(model, "generate", None)
+    if generate is None or tp.size() == 1:
+        return
+
+    @functools.wraps(generate)
+    def alike(*args: Any, **kwargs: Any) -> Any:
+        share_stream(tp)
+        return generate(*args, **kwargs)
+
+    model.generate = alike  # type: ignore[assignment]
+
+
+def share_stream(tp: DeviceMesh) -> None:
+    """Give the default generator of every rank of ``tp`` the state that it has on the first. Collective."""
+    on_cpu = tp.device_type == "cpu"
+    generator = generator_of(torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()))
+    own = generator.get_state()
+    first = own.to(tp.device_type, copy=True)
+    dist.broadcast(first, group=tp.get_group(), group_src=0)
+    if not torch.equal(first.cpu(), own):
+        generator.set_state(first.cpu())
