@@ -31,24 +31,16 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 SHAPES: dict[str, dict[str, int]] = json.loads((HERE / "shapes.json").read_text())
 DEFAULT_MODES = [
-    "dtplan",
     "dtplan+compile",
     "dtplan te bf16+compile",
-    "dtplan te bf16 sp overlap+compile",
-    "dtplan te fp8 current sp+compile",
+    "dtplan te bf16 overlap+compile+graph",
     "dtplan te fp8 delayed+compile",
-    "dtplan te fp8 delayed sp+compile",
-    "dtplan te fp8 delayed sp overlap+compile",
+    "dtplan te fp8 delayed+compile+graph",
     "hand plan+compile",
-    "hand plan sp+compile",
-    "transformers",
     "transformers+compile",
     "fsdp2+compile",
     "megatron bf16",
-    "megatron bf16 sp overlap",
-    "megatron fp8 current sp",
     "megatron fp8 delayed",
-    "megatron fp8 delayed sp",
     "megatron fp8 delayed sp overlap",
 ]
 
