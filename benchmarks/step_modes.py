@@ -1,8 +1,8 @@
 """What `benchmarks/step.py` times: one mode in processes of its own, which wait for their turn.
 
 A mode is a name and tags, as `dtplan te fp8 delayed sp+compile`. Words: `tp2`, `shard4`, `replicate2` are degrees
-(tp takes the ranks that are left, for `fsdp2` shard does), `sp` is sequence parallelism, `attention`
-uses TransformerEngine's, `overlap` does collectives beside matrix products (`overlap_tokens`). Tags:
+(tp takes the ranks that are left, for `fsdp2` shard does), `sp` is sequence parallelism (`sp rows`: along the batch),
+`attention` uses TransformerEngine's, `overlap` does collectives beside matrix products (`overlap_tokens`). Tags:
 `compile` (each decoder layer; `dtplan.compile_model` for dtplan), `cudnn` (torch's attention on cuDNN in place of
 flash), `overlap` (inductor moves work between a collective and its wait), `adamw` (an optimizer step in the step),
 `graph` (forward and backward as one CUDA graph: `dtplan.GraphedStep`; its recorder for Megatron-core as well),
@@ -47,7 +47,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import dtplan
-from dtplan.plan.spec import TeLayer
+from dtplan.plan.spec import S, TeLayer
 from dtplan.planner.bind import find_plan
 from dtplan.planner.graphed import Recorded
 from dtplan.te import fuse
@@ -125,6 +125,8 @@ def with_dtplan(words: list[str], args: SimpleNamespace) -> nn.Module:
         options["overlap_tokens"] = args.batch // (sizes["replicate"] * sizes["shard"]) * args.sequence
     model = live(args)
     plan = find_plan(model)
+    if "rows" in words:
+        plan = dataclasses.replace(plan, sequence_parallel=S(0))
     if "attention" in words:
         own = TeLayer(
             under=("model", "layers", "*"), layer="DotProductAttention", attention="self_attn", at=plan.te[0].at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.models.llama import modeling_llama
 
 import dtplan
 from dtplan import ApplyError, BindError, DegreesError
+from dtplan.plan.spec import S
 from dtplan.planner.clip import total_norm
 from dtplan.planner.loss import causal_lm_loss
 from dtplan.prove.counter import CollectiveCounter
@@ -51,6 +53,20 @@ def test_b39_a_sequence_that_does_not_divide_is_refused_before_any_collective(le
     assert first == second
     assert f"dim 1 of length {length} cannot be cut over 2 tp ranks" in first
     assert "pad the sequence to a multiple of 2" in first
+
+
+def test_b39_a_batch_that_does_not_divide_is_refused_where_the_plan_cuts_it() -> None:
+    plan = dataclasses.replace(dtplan.load_plan("llama"), sequence_parallel=S(0))
+    copies = [model_of(t0()) for _ in range(2)]
+
+    def on_rank(rank: int) -> str:
+        sharded = dtplan.parallelize(copies[rank], mesh_of(tp=2), plan, sequence_parallel=True)
+        with pytest.raises(ApplyError) as caught:
+            sharded(ids_of(t0())[:1])
+        return str(caught.value)
+
+    for said in simulated_ranks(2, on_rank):
+        assert "dim 0 of length 1 cannot be cut over 2 tp ranks; give a batch of a multiple of 2" in said
 
 
 def test_b40_positions_and_mask_see_the_whole_sequence() -> None:

@@ -165,6 +165,13 @@ def test_an_ungrouped_plan_is_proved() -> None:
     assert_proved(proof_of(plan, "llama", Leg(tp=2)), legs=1)
 
 
+@pytest.mark.parametrize(("plan", "name"), [("llama", "llama"), ("gpt_neox", "neox")])
+def test_a_stream_that_is_cut_along_the_batch_is_proved(plan: str, name: str) -> None:
+    rows = parse_plan(f"dtplan: 1\nextends: {plan}\nresidual: {{sequence_parallel: S(0)}}\n")
+    legs = [Leg(tp=2, sequence_parallel=True, loss_parallel=loss_parallel) for loss_parallel in (False, True)]
+    assert_proved(proof_of(rows, name, *legs), legs=2)
+
+
 def test_a_key_s_bias_has_no_gradient_and_is_not_taken_for_an_error() -> None:
     """It moves all scores of a query alike; what autograd gives is rounding, without a relative error."""
     plan = parse_plan(

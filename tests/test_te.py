@@ -21,7 +21,7 @@ import dtplan
 from dtplan.cli import cli
 from dtplan.plan.library import locate
 from dtplan.plan.read import parse_plan
-from dtplan.plan.spec import Plan
+from dtplan.plan.spec import Plan, S
 from dtplan.planner import collectives as coll
 from dtplan.planner.apply import applied
 from dtplan.planner.ledger import AGAIN, Ledger, ledger
@@ -69,9 +69,13 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def found_on_ranks(name: str, axes: dict[str, int], check: Any = None, **options: Any) -> dict[str, float]:
+def found_on_ranks(
+    name: str, axes: dict[str, int], check: Any = None, *, rows: int = 2, **options: Any
+) -> dict[str, float]:
     """The largest error of each tensor over the ranks of a mesh."""
-    model, data = build(name), batch("llama", images=False)
+    model = build(name)
+    two = batch("llama", images=False)
+    data = {key: torch.cat([part.roll(i, 1) for i in range(rows // 2)]) for key, part in two.items()}
     truth = outcome(copy.deepcopy(model), data)
     ranks = torch.Size(axes.values()).numel()
     copies = [copy.deepcopy(model) for _ in range(ranks)]
@@ -117,6 +121,28 @@ def test_fused_layers_are_exact(standin, name, axes, sequence_parallel):
 
     found = found_on_ranks(name, axes, check, sequence_parallel=sequence_parallel, loss_parallel=True)
     assert max(found.values()) <= BOUND
+
+
+@pytest.mark.parametrize(("name", "plan"), [("llama", "llama"), ("neox", "gpt_neox")])
+def test_the_stream_may_be_cut_along_the_batch(standin, name, plan):
+    """Four rows on two ranks, all layers fused as they are along the sequence."""
+    rows = dataclasses.replace(dtplan.load_plan(plan), sequence_parallel=S(0))
+
+    def check(model: nn.Module) -> None:
+        assert fused_layers(model) == LAYERS[name]
+
+    options = {"plan": rows, "te": "require", "sequence_parallel": True}
+    assert max(found_on_ranks(name, {"tp": 2}, check, rows=4, **options).values()) <= BOUND
+
+
+def test_a_stream_that_is_cut_otherwise_is_not_for_transformer_engine(standin):
+    plan = dataclasses.replace(dtplan.load_plan("llama"), sequence_parallel=S(-2))
+    bound = dtplan.bind(build("llama"), plan, tp=2, sequence_parallel=True)
+    kept = choose(build("llama"), bound).kept
+    assert {k.layer for k in kept} == {"LayerNormLinear", "Linear", "LayerNormMLP"}
+    assert all("the plan cuts S(-2)" in k.reason for k in kept)
+    options: dict[str, Any] = {"plan": plan, "te": "auto", "sequence_parallel": True}
+    assert max(found_on_ranks("llama", {"tp": 2}, **options).values()) <= BOUND
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence-parallel"])

@@ -354,9 +354,10 @@ def moved(x: Tensor, move: BoundMove, tp: Tp, where: str) -> Tensor:
     cut = move.dst.dim if move.dst.dim is not None else move.src.dim
     dim = 0 if cut is None else cut % x.dim()  # the moves without a cut do not read it
     if move.op in ("scatter", "slice") and x.shape[dim] % group.size:
+        what = "give a batch of" if dim == 0 else "pad the sequence to"
         raise ApplyError(
-            f"{where}: dim {dim} of length {x.shape[dim]} cannot be cut over {group.size} tp ranks; pad the sequence "
-            f"to a multiple of {group.size}, or turn sequence_parallel off (for generation it must be off)"
+            f"{where}: dim {dim} of length {x.shape[dim]} cannot be cut over {group.size} tp ranks; {what} "
+            f"a multiple of {group.size}, or turn sequence_parallel off (for generation it must be off)"
         )
     match move.op if group.size > 1 else "keep":
         case "copy":

@@ -268,7 +268,12 @@ def _stacked(name: str, held: Sequence[BoundTensor]) -> BoundTensor:
 
 
 def _done_inside(moves: Sequence[BoundMove], ops: tuple[str, ...]) -> bool:
-    return len(moves) == 1 and moves[0].op in ops and not moves[0].global_shape
+    if len(moves) != 1 or moves[0].op not in ops or moves[0].global_shape:
+        return False
+    for layout in (moves[0].src, moves[0].dst):
+        if layout.dim not in (None, 0, 1):
+            raise _Unfit(f"the plan cuts {layout} before or after it: TransformerEngine cuts tokens, S(0) or S(1)")
+    return True
 
 
 def _marked(moves: Sequence[BoundMove], *, inside: bool) -> tuple[BoundMove, ...]:

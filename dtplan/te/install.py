@@ -145,8 +145,9 @@ class _Installer:
         self.model, self.layer, self.tp, self.engine, self.dtype = model, layer, tp, engine, dtype
         self.parallel = parallel
         # the residual stream is cut where the norm's own gradient is a partial sum, or a row layer scatters
-        cut = any(move.op in ("gather", "scatter") for move in (*layer.inputs, *layer.outputs) if move.inside)
-        self.tokens = Tokens(tp.group if cut else None)
+        cuts = [move for move in (*layer.inputs, *layer.outputs) if move.inside and move.op in ("gather", "scatter")]
+        dims = {layout.dim for move in cuts for layout in (move.src, move.dst) if layout.dim is not None}
+        self.tokens = Tokens(tp.group, *dims) if cuts else Tokens(None)
 
     def run(self) -> None:
         """One layer."""
