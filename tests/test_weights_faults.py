@@ -115,7 +115,7 @@ def test_a_rank_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
         shutil.rmtree(folder.with_name("trial"))
         assert beside(folder) == ["checkpoint"], "the next save removes what is left"
     assert set(outcomes) <= {"old", "new"}
-    assert outcomes[0] == "old", "no moment was within the save"
+    assert "old" in outcomes, "no moment was within the save"
 
 
 # ------------------------------------------------------------------------------------------------------ full disks
