@@ -156,3 +156,25 @@ def test_schema_and_explain() -> None:
     assert json.loads(run("schema").output)["title"].startswith("dtplan sharding plan")
     assert run("explain", "dtp405").output.startswith("DTP405: ")
     assert run("explain", "DTP999").exit_code == 2
+
+
+def test_a_name_is_looked_for_in_the_cache_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking takes its time, half a minute where there is no network."""
+    import transformers
+
+    asked: list[bool] = []
+
+    def from_pretrained(name: str, *, local_files_only: bool = False) -> Any:
+        asked.append(local_files_only)
+        if local_files_only and name == "of/others":
+            raise OSError("not cached")
+        if name == "of/nobody":
+            raise OSError(f"{name} is not a local folder\nand more")
+        return transformers.LlamaConfig(num_hidden_layers=1)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    for name, calls, code in (("of/mine", [True], 0), ("of/others", [True, False], 0), ("of/nobody", [True, False], 1)):
+        asked.clear()
+        found = run("show", "--model", name, "--tp", "2")
+        assert (asked, found.exit_code) == (calls, code), found.output
+    assert "of/nobody: neither a folder, nor a config file, nor a name that is cached here" in found.output

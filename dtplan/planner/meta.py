@@ -110,8 +110,12 @@ def _config(given: Mapping[str, Any], where: str, transformers: Any) -> Any:
 
 
 def _named(model: str, transformers: Any) -> Any:
+    load = transformers.AutoConfig.from_pretrained
     try:
-        return transformers.AutoConfig.from_pretrained(model)
+        try:
+            return load(model, local_files_only=True)  # what is cached is at hand, and asking the hub takes its time
+        except OSError:
+            return load(model)
     except OSError as error:
         message = f"{model}: neither a folder, nor a config file, nor a name that is cached here: {_line(error)}"
         raise ModelError(message) from None
