@@ -177,4 +177,4 @@ def test_a_name_is_looked_for_in_the_cache_before_the_hub_is_asked(monkeypatch: 
         asked.clear()
         found = run("show", "--model", name, "--tp", "2")
         assert (asked, found.exit_code) == (calls, code), found.output
-    assert "of/nobody: neither a folder, nor a config file, nor a name that is cached here" in found.output
+    assert "of/nobody: neither a folder, nor a config file, nor a name that is cached here" in str(found.exception)
