@@ -178,7 +178,10 @@ def with_fsdp(words: list[str], args: SimpleNamespace) -> nn.Module:
 
 
 class Megatron(nn.Module):
-    """Megatron-core's GPT of the same shape, called as a model of transformers is."""
+    """Megatron-core's GPT of the same shape, called as a model of transformers is.
+
+    On data axes its own data parallelism sums the gradients beside backward; that was not run yet.
+    """
 
     def __init__(self, words: list[str], args: SimpleNamespace) -> None:
         from megatron.core import parallel_state, tensor_parallel
@@ -187,9 +190,8 @@ class Megatron(nn.Module):
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         super().__init__()
-        shape, world = SHAPES[args.model], degrees(words)["tp"]
-        if world != dist.get_world_size():
-            raise NotImplementedError("Megatron-core runs on tp alone here: NotImplementedError")
+        shape, sizes = SHAPES[args.model], degrees(words)
+        world, data_ranks = sizes["tp"], sizes["replicate"] * sizes["shard"]
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         options: dict[str, Any] = {}
@@ -202,7 +204,7 @@ class Megatron(nn.Module):
             from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
 
             mode = UserBufferQuantizationMode.FP8 if "fp8" in words else UserBufferQuantizationMode.NONE
-            tokens = [args.sequence * args.batch, shape["width"]]
+            tokens = [args.sequence * (args.batch // data_ranks), shape["width"]]
             initialize_ub(tokens, world, quantization_modes=[mode], dtype=torch.bfloat16, bootstrap_backend="nccl")
             options["tp_comm_overlap"] = True
         config = TransformerConfig(
@@ -239,12 +241,28 @@ class Megatron(nn.Module):
             share_embeddings_and_output_weights=False,
         )
         self.gpt.cuda().bfloat16()
+        if data_ranks > 1:
+            from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+            self.gpt = DistributedDataParallel(
+                config, DistributedDataParallelConfig(overlap_grad_reduce=True), self.gpt
+            )
         self.positions = torch.arange(args.sequence, device="cuda")[None]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
         """The mean loss. Megatron does not shift labels; the work is the same."""
         positions = self.positions.expand(input_ids.shape[0], -1)
         return SimpleNamespace(loss=self.gpt(input_ids, positions, None, labels=labels).mean())
+
+    def begin(self) -> None:
+        """Of a step: data-parallel gradients are added up in buffers."""
+        if hasattr(self.gpt, "zero_grad_buffer"):
+            self.gpt.zero_grad_buffer()
+
+    def finish(self) -> None:
+        """After backward: wait until data-parallel gradients are summed."""
+        if hasattr(self.gpt, "finish_grad_sync"):
+            self.gpt.finish_grad_sync()
 
 
 MAKERS: dict[str, Callable[[list[str], SimpleNamespace], nn.Module]] = {
@@ -312,8 +330,12 @@ class Mode:
         if self.graphed is not None:
             loss = self.graphed(input_ids=self.ids, labels=self.ids)
         else:
+            if isinstance(self.model, Megatron):
+                self.model.begin()
             loss = self.model(input_ids=self.ids, labels=self.ids).loss
             loss.backward()
+            if isinstance(self.model, Megatron):
+                self.model.finish()
         if self.optimizer is not None:
             self.optimizer.step()
         for parameter in self.model.parameters():
