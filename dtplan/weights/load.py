@@ -212,6 +212,9 @@ def _differing_names(plan: _Plan) -> str:
 
 def _hint(plan: _Plan) -> str:
     """What to do about names that differ."""
+    fp8 = [key for _, keys in plan.found for key in keys if plan.checkpoint.tensors[key].dtype.startswith("F8")]
+    if fp8:
+        return f"{_first(fp8, 1)}: stored in FP8, with scales that dtplan does not apply: dequantise the file first"
     if not plan.found:
         return "no name fits: is the checkpoint of this architecture?"
     if plan.missing and plan.unexpected:
