@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import dtplan
 from dtplan import ApplyError
+from dtplan.planner.loss import _KERNELS, Kernels
 from dtplan.prove.oracle import whole
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
@@ -195,6 +196,40 @@ def test_a_label_that_no_rank_owns_gives_no_loss_that_looks_right() -> None:
         return losses
 
     assert simulated_ranks(2, on_rank) == [[False, True, True, False]] * 2
+
+
+@pytest.mark.parametrize(("vocabulary", "tp"), SIZES)
+def test_b63_a_kernel_sees_its_rank_s_columns_and_no_index_beyond_them(vocabulary: int, tp: int) -> None:
+    """A fused kernel takes its bounds from the shape that it reads and checks none of its indices."""
+    logits = logits_of(vocabulary, 6)
+    labels = torch.tensor([0, vocabulary - 1, 1, -100, vocabulary // 2, vocabulary - 2])
+    wanted = F.cross_entropy(logits, labels)
+
+    def fused(kernel: Callable[..., Tensor], columns: int, index_at: int | None) -> Callable[..., Tensor]:
+        def checked(x: Tensor, *rest: Any) -> Tensor:
+            assert not any(isinstance(value, DTensor) for value in (x, *rest))
+            assert x.shape == (6, columns)
+            if index_at is not None:
+                index = rest[index_at]
+                assert index.min() >= 0
+                assert index.max() < max(columns, 1)
+            return kernel(x, *rest)
+
+        return checked
+
+    def on_rank(rank: int) -> tuple[Tensor, int]:
+        cut = distribute_tensor(logits, mesh_of(tp), [Shard(1)])
+        columns = cut.to_local().shape[1]
+        cut.requires_grad_()
+        kernels = Kernels(*(fused(k, columns, at) for k, at in zip(_KERNELS, (None, 1, 2), strict=True)))
+        loss = dtplan.cross_entropy(cut, labels, compiled=kernels)
+        loss.backward()
+        return loss.detach(), columns
+
+    parts = simulated_ranks(tp, on_rank)
+    assert sum(columns for _, columns in parts) == vocabulary
+    for loss, _ in parts:
+        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("owner", [0, 1])

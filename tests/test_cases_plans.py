@@ -13,6 +13,8 @@ from transformers import LlamaForCausalLM, LlamaModel
 
 import dtplan
 from dtplan import BindError
+from dtplan.author.importers import ImportPlanError, from_hf
+from dtplan.author.importers.hf import MODULE_STYLES
 from dtplan.prove.oracle import BOUND, errors, outcome, whole
 from dtplan.prove.simulated import simulated_ranks
 from tests.cases import P0, ids_of, model_of, plan_with, t0
@@ -127,6 +129,23 @@ class Wrapper(nn.Module):
 
     def forward(self, **inputs: Tensor) -> object:
         return self.text(**inputs)
+
+
+def test_b09_one_style_that_nobody_knows_is_told_by_name_and_laid_over() -> None:
+    """Of a tied model, whose plan is its own to give: the source stays as it is."""
+    model = on_meta(llama(tie_word_embeddings=True))
+    given = {**model._tp_plan, "lm_head": "colwise_of_next_year"}
+    model._tp_plan = dict(given)
+    with pytest.raises(ImportPlanError) as caught:
+        from_hf(model)
+    text = str(caught.value)
+    assert "`lm_head` has the style 'colwise_of_next_year'" in text
+    assert all(style in text for style in MODULE_STYLES)
+    assert "to replace that rule alone, give another: {'lm_head': STYLE}" in text
+    rules = {rule.path: rule.keys for rule in from_hf(model, {"lm_head": "colwise_gather_output"}).draft.rules}
+    assert rules["lm_head"]["output"] == "gather"
+    assert rules["model.layers.*.self_attn.q_proj"]["style"] == "colwise"
+    assert model._tp_plan == given
 
 
 def test_b10_one_plan_serves_a_model_under_a_prefix() -> None:

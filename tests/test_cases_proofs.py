@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 
 from dtplan.plan.read import load_plan, parse_plan
 from dtplan.plan.spec import Plan
@@ -122,6 +122,48 @@ def test_b10_a_wrapper_without_the_head_s_rule() -> None:
 
 
 # --- Head counts, GQA and per-head parameters ---
+
+
+GPT_NEO = """
+dtplan: 1
+units: {head: num_heads, ffn: intermediate_size}
+rules:
+  "transformer.{wte,wpe}": replicate
+  transformer.h.*:
+    "ln_{1,2}": norm
+    attn.attention: {localize: [num_heads]}
+    "attn.attention.{q,k,v}_proj": {style: colwise, unit: head}
+    attn.attention.out_proj: {style: rowwise, unit: head}
+    mlp.c_fc: {style: colwise, unit: ffn}
+    mlp.c_proj: {style: rowwise, unit: ffn}
+  transformer.ln_f: norm
+  lm_head: replicate
+"""
+
+
+def test_b17_a_forward_that_reshapes_with_the_heads_of_the_whole() -> None:
+    """GPT-Neo's takes them from `num_heads`. GPT-J's does no longer; its plan is proved with the families'."""
+    config = GPTNeoConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=4,
+        attention_types=[[["global"], 1]],
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    config._attn_implementation = "eager"
+
+    def make() -> nn.Module:
+        return live_model(GPTNeoForCausalLM, config, 0)
+
+    assert proof_of(make, plan_with(GPT_NEO)).verdict == "proved"
+    found = first(proof_of(make, plan_with(GPT_NEO, **{"{localize: [num_heads]}": "replicate"})))
+    assert found.name == "transformer.h.0.attn.attention"
+    assert "shape '[4, 16, 4, 8]' is invalid" in found.says
+    assert "write `localize: [num_heads]`" in found.advice
+    assert found.tried == PROVED
 
 
 def test_b18_every_rank_takes_the_slopes_of_the_first_heads() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -15,6 +16,7 @@ from dtplan.plan.read import parse_plan
 from dtplan.prove.oracle import BOUND, errors, outcome
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.te.choose import choose
+from dtplan.weights.load import load_checkpoint
 from tests import te_standin
 from tests.families import build as build_family
 from tests.families import plan_file
@@ -147,3 +149,58 @@ def test_b96_a_row_parallel_bias_is_added_once(standin, sequence_parallel):
             for name in ("self_attn.o_proj", "mlp.down_proj")
         }
         assert max(found.values()) <= BOUND
+
+
+# --- FP8 ---
+
+
+class BlockFp8(nn.Linear):
+    """A weight in FP8 with a scale for each block of 128 x 128, as checkpoints have them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, bias=False)
+        self.weight = nn.Parameter(self.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.ones(width // 128, width // 128), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "mlp.down_proj: {style: rowwise, unit: ffn, output: residual}",
+        "mlp.down_proj: {style: rowwise, unit: ffn, output: residual, like: Linear, grad: complete}",
+        "mlp.down_proj.weight: {shard: 1}",
+    ],
+)
+def test_b102_a_weight_whose_scales_are_by_blocks_is_not_cut(rule):
+    """At tp 4 a rank would hold 64 of 256 columns, half of a block."""
+    model = build(llama(hidden_size=256, intermediate_size=256, num_hidden_layers=1), dtype=torch.float32)
+    model.model.layers[0].mlp.down_proj = BlockFp8(256)
+    plan = parse_plan(f"dtplan: 1\nextends: llama\nrules:\n  model.layers.*.{rule}\n")
+    with pytest.raises(dtplan.BindError, match=r"DTP404 .*down_proj.weight: FP8 weights are not cut") as caught:
+        dtplan.bind(model, plan, tp=4)
+    assert "dequantise it as the model is loaded" in str(caught.value)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_b102_a_file_with_such_a_weight_is_refused_by_its_name(strict, tmp_path):
+    config, name = llama(hidden_size=256, num_hidden_layers=1), "model.layers.0.self_attn.o_proj.weight"
+    model = build(config, dtype=torch.float32)
+    tensors = {n: p.detach() for n, p in model.named_parameters()}
+    scales = {f"{name}_scale_inv": torch.ones(2, 2)}
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn), **scales}, tmp_path / "model.safetensors")
+    with pytest.raises(dtplan.WeightsError, match="dequantise the file first") as caught:
+        load_checkpoint(model, tmp_path, strict=strict)
+    assert name in str(caught.value)
+
+
+def test_b102_dims_that_block_fp8_cannot_multiply_are_told_by_name(standin):
+    """Scales of a run are made from what a rank holds, so its part alone must fit."""
+    models = [build(llama(attn_implementation="sdpa", num_key_value_heads=2)) for _ in range(2)]
+
+    def on_rank(rank: int) -> str:
+        with pytest.raises(dtplan.ApplyError) as caught:
+            dtplan.parallelize(models[rank], mesh(tp=2), te="require", fp8="block")
+        return str(caught.value)
+
+    for text in simulated_ranks(2, on_rank):
+        assert "FP8 needs multiples of 16" in text

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import CompileConfig
 from transformers.models.llama import modeling_llama
 
 import dtplan
@@ -283,6 +286,38 @@ def test_b55_gradients_on_several_meshes_and_plain_ones_make_one_norm() -> None:
         assert found == pytest.approx(wanted, rel=1e-6)
 
 
+def test_b58_the_norm_of_offloaded_gradients_is_summed_on_the_mesh_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's group has no backend for what is in host memory; the meta device stands for the GPU here."""
+    config = t0()
+    model, data = model_of(config), {"input_ids": ids_of(config), "labels": ids_of(config)}
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    model(**data).loss.backward()
+    wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    devices: list[str] = []
+    all_reduce = dist.all_reduce
+
+    def noted(values: Tensor, *args: Any, **kwargs: Any) -> None:
+        devices.append(values.device.type)
+        if not values.is_meta:
+            all_reduce(values, *args, **kwargs)
+
+    def on_rank(rank: int) -> Tensor:
+        sharded = dtplan.parallelize(copies[rank], mesh_of(shard=2), cpu_offload=True)
+        sharded(**data).loss.backward()
+        norm = dtplan.clip_grad_norm_(sharded, 1.0)
+        assert all(p.grad.to_local().is_cpu for p in sharded.parameters())
+        dist.barrier()
+        monkeypatch.setattr(DeviceMesh, "device_type", "meta")
+        monkeypatch.setattr("dtplan.planner.clip.dist.all_reduce", noted)
+        dist.barrier()
+        total_norm([p.grad for p in sharded.parameters()])
+        return norm
+
+    for norm in simulated_ranks(2, on_rank):
+        assert norm.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert devices == ["meta", "meta"]
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_b56_all_parameters_go_through_one_foreach_or_fused_optimizer(fused: bool) -> None:
     model, ids = model_of(t0()), ids_of(t0())
@@ -396,6 +431,44 @@ def test_b71_generation_as_the_first_call_gives_the_same_tokens(axes: dict[str, 
 
     for tokens in simulated_ranks(2, on_rank):
         assert torch.equal(tokens, wanted)
+
+
+@pytest.mark.parametrize("chunk", [None, 2], ids=["", "chunks"])
+def test_b100_a_static_cache_has_the_kv_heads_of_its_rank(chunk: int | None) -> None:
+    """Made at the first key; transformers makes it beforehand for prompts in chunks, from the config's heads."""
+    config = t0(use_cache=True, pad_token_id=0, eos_token_id=None, bos_token_id=1)
+    model, prompt = model_of(config), ids_of(config, rows=1, length=4)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    wanted = model.generate(prompt, **options).sequences
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def on_rank(rank: int) -> tuple[Tensor, int]:
+        sharded = dtplan.parallelize(copies[rank], mesh_of(tp=2))
+        found = sharded.generate(prompt, cache_implementation="static", prefill_chunk_size=chunk, **options)
+        return found.sequences, found.past_key_values.layers[0].keys.shape[1]
+
+    for tokens, heads in simulated_ranks(2, on_rank):
+        assert torch.equal(tokens, wanted)
+        assert heads == 1
+
+
+def _compiled_generation_on_rank(rank: int) -> tuple[int, Tensor, Tensor]:
+    config = t0(use_cache=True, pad_token_id=0, eos_token_id=None, bos_token_id=1)
+    model, prompt = model_of(config), ids_of(config, rows=1, length=4)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(prompt, **options)
+    how: Any = CompileConfig(backend="eager", fullgraph=True)
+    how.mode = None  # those there are belong to inductor
+    how._compile_all_devices = True  # transformers leaves a CPU's forward as it is otherwise
+    sharded = dtplan.parallelize(model, mesh_of(tp=2))
+    found = sharded.generate(prompt, cache_implementation="static", compile_config=how, **options)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], found, wanted
+
+
+def test_b100_compiled_generation_takes_one_graph_and_gives_the_same_tokens(pool: GlooPool) -> None:
+    for graphs, found, wanted in pool.run(_compiled_generation_on_rank, ranks=2, timeout_s=200):
+        assert graphs == 1
+        assert torch.equal(found, wanted)
 
 
 # --- Mesh shapes and accumulation ---

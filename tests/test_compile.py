@@ -13,12 +13,19 @@ import dtplan
 from dtplan.prove.pool import GlooPool
 from dtplan.te import engine
 from tests import te_standin
+from tests.cases import t0
 from tests.models import batch, build, llama, neox
 
 
 def _by_unit(model: Any) -> None:
     for unit in dtplan.applied(model).bound.fsdp_units:
         model.get_submodule(unit).compile(backend="aot_eager", fullgraph=True)
+
+
+def _with_logits(output: Any) -> torch.Tensor:
+    """The loss, and something of the logits that are returned with it."""
+    loss: torch.Tensor = output.loss + dtplan.entropy(output.logits).mean()
+    return loss
 
 
 Beside = tuple[int, float, dict[str, float], list[int]]
@@ -35,7 +42,7 @@ def _compiled_beside_eager(config: Any, compile_: Any, dtype: Any, **options: An
         model = dtplan.parallelize(build(config, dtype=dtype), mesh, **options)
         if compiled:
             compile_(model)
-        loss = model(**data).loss
+        loss = _with_logits(model(**data))
         splits.append(_splits(loss))
         loss.backward()
         losses.append(loss.item())
@@ -90,3 +97,27 @@ def test_compile_model_computes_the_same_with_few_graphs(pool: GlooPool, fused: 
         assert loss_gap < 1e-6
         assert max(gaps.values()) < 1e-5
         assert splits[0] - splits[1] == (4 if fused else 0)
+
+
+def _whole_and_in_one_graph(rank: int) -> tuple[str, Beside]:
+    config = t0()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = dtplan.parallelize(build(config), mesh, loss_parallel=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(**batch(config))
+
+    def compile_(model: Any) -> None:
+        model.compile(backend="aot_eager")
+
+    return str(caught.value), _compiled_beside_eager(config, compile_, torch.float64, loss_parallel=True)
+
+
+def test_b101_the_whole_model_compiled_gives_the_gradients_of_eager(pool: GlooPool) -> None:
+    """The logits leave the graph as a DTensor. One graph from the first call on says why it is refused.
+
+    Each block compiled by itself is in the tests above, with logits as well.
+    """
+    for why, (_, loss_gap, gaps, _) in pool.run(_whole_and_in_one_graph, ranks=2, timeout_s=200):
+        assert loss_gap < 1e-12
+        assert max(gaps.values()) < 1e-12
+        assert "call the model once before fullgraph=True" in why

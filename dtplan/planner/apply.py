@@ -26,7 +26,7 @@ from dtplan.planner.degrees import AXES
 from dtplan.planner.dropout import add_streams
 from dtplan.planner.fsdp import FsdpOptions, checkpoint_units, data_mesh, precision, recomputed, shard_with_fsdp
 from dtplan.planner.loss import causal_lm_loss
-from dtplan.planner.sampling import draw_alike
+from dtplan.planner.sampling import cache_own_heads, draw_alike
 from dtplan.planner.stored import Stored
 from dtplan.planner.styles import Scope, Sharded, Tp
 from dtplan.te.fuse import Fusing, fuse
@@ -136,6 +136,7 @@ def parallelize(
         model.forward = _checking_first_batch(model.forward, tp)
         add_streams(model, bound, tp)
         draw_alike(model, mesh["tp"])
+        cache_own_heads(model, mesh["tp"])
         fusing.seal(model)
         stored = tp.stored
     if every:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dtplan.plan.spec import RESIDUAL, Layout, P, R, Rule, S
@@ -30,6 +31,9 @@ CUTS: dict[str, dict[str, dict[str, int | None]]] = {
     },
     "vocab": {"Embedding": {"weight": 0}},
 }
+
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class PlacingError(ValueError):
@@ -69,6 +73,13 @@ def cuts_of(alike: Alike, rule: Rule | None, is_whole: Callable[[Rule | None], b
     module = alike.module
     cuts = {name: Cut() for name, _ in named_tensors(module)}
     whole = is_whole(rule)
+    cutting = rule is not None and rule.style in CUTS and not whole
+    cutting |= any(own.shard is not None for rules in alike.tensor_rules.values() for own in rules)
+    quantised = [f"{alike.pattern}.{name}" for name, tensor in named_tensors(module) if tensor.dtype in FP8]
+    if cutting and quantised:
+        # a rank's part need not be whole blocks, and the forward would scale it by another rank's
+        message = f"{', '.join(quantised)}: FP8 weights are not cut, since the scales of their blocks are not"
+        raise PlacingError("DTP404", message, "dequantise it as the model is loaded, or keep it whole: `replicate`")
     if rule is not None and rule.style in CUTS and not whole:
         table = CUTS[rule.style].get(kind_for(module, rule))
         if table is None:

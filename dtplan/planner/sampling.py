@@ -1,4 +1,7 @@
-"""Generation on the tp axis: every rank chooses the next token itself, so all must draw the same numbers."""
+"""Generation on the tp axis: every rank chooses the next token itself, so all must draw the same numbers.
+
+And each caches the heads that it computes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtplan.planner.dropout import generator_of
+
+_SHAPE_OF_CACHE = "_get_static_cache_init_shape"
+"""Private transformers API, tried on 5.24; a release without it makes no cache beforehand."""
 
 
 def draw_alike(model: nn.Module, tp: DeviceMesh) -> None:
@@ -28,6 +34,19 @@ def draw_alike(model: nn.Module, tp: DeviceMesh) -> None:
         return generate(*args, **kwargs)
 
     model.generate = alike  # type: ignore[assignment]
+
+
+def cache_own_heads(model: nn.Module, tp: DeviceMesh) -> None:
+    """Let every layer of a static cache make its tensors for the heads that it is given, those of its rank.
+
+    For a prompt in chunks ``model.generate`` makes them beforehand, with the config's heads, if it knows their shape.
+    """
+    if tp.size() > 1 and hasattr(model, _SHAPE_OF_CACHE):
+        setattr(model, _SHAPE_OF_CACHE, _unknown)
+
+
+def _unknown() -> None:
+    return None
 
 
 def share_stream(tp: DeviceMesh) -> None:

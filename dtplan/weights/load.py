@@ -212,6 +212,10 @@ def _differing_names(plan: _Plan) -> str:
 
 def _hint(plan: _Plan) -> str:
     """What to do about names that differ."""
+    stored = [(state, key, plan.checkpoint.tensors[key].dtype) for state, keys in plan.found for key in keys]
+    fp8 = [key for state, key, dtype in stored if dtype.startswith("F8") and DTYPES.get(dtype) != state.tensor.dtype]
+    if fp8:
+        return f"{_first(fp8, 1)}: stored in FP8, with scales that dtplan does not apply: dequantise the file first"
     if not plan.found:
         return "no name fits: is the checkpoint of this architecture?"
     if plan.missing and plan.unexpected:

@@ -79,8 +79,12 @@ def from_hf(model: nn.Module, rules: Mapping[str, str] | None = None) -> Importe
         )
     for path, style in plan.items():
         if style not in MODULE_STYLES:
-            hint = did_you_mean(str(style), MODULE_STYLES) or f"known: {', '.join(sorted(MODULE_STYLES))}"
-            raise ImportPlanError(f"the rule for `{path}` has the style {style!r}, which is not known; {hint}")
+            near = did_you_mean(str(style), MODULE_STYLES)
+            hint = f"{near} known:" if near else "known:"
+            raise ImportPlanError(
+                f"the rule for `{path}` has the style {style!r}, which is not known; {hint} "
+                f"{', '.join(sorted(MODULE_STYLES))}; to replace that rule alone, give another: {{{path!r}: STYLE}}"
+            )
     told = dict(_told(model, plan))
     names = {generic(n) for n, _ in model.named_modules()} | {generic(n) for n, _ in model.named_parameters()}
     dead = sorted(path for path in plan if path not in names)
