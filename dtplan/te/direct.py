@@ -41,8 +41,9 @@ class Copies:
     """A lane of symmetric memory: each rank's copy engine writes into a buffer of the other rank.
 
     An exchange is on a stream of its own: a barrier (the other rank has read its buffer), the copy once there is what
-    to copy, and a barrier (both have arrived). The first does not wait for the tensor, so that the copy, which needs no
-    multiprocessor, begins when the tensor is there, however busy they are by then.
+    to copy, and a barrier (both have arrived). In a CUDA graph the first does not wait for the tensor, so that the
+    copy, which needs no multiprocessor, begins when the tensor is there, however busy they are by then. Outside of
+    graphs it does: what a graph that was played in between still reads is known to the current stream alone.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device) -> None:
@@ -52,7 +53,8 @@ class Copies:
         self._handle: Any = symmetric.rendezvous(self._mine, group)
         self._theirs: Tensor = self._handle.get_buffer(1 - group.rank(), (size,), torch.uint8)
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._read: tuple[torch.cuda.Event, bool] | None = None
+        self._read = torch.cuda.Event()
+        """In a recording: when what arrived last was read."""
 
     def fits(self, x: Tensor) -> bool:
         """Whether it is one piece of the GPU's memory, no larger than the buffer."""
@@ -60,12 +62,10 @@ class Copies:
 
     def exchange(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to copy; whoever waits also keeps ``x`` until then."""
-        main, recording = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
+        main = torch.cuda.current_stream()
         with torch.cuda.stream(self._stream):
-            # an event belongs to the recording in which it was recorded, and a stream enters one by waiting for another
-            joined = torch.cuda.is_current_stream_capturing() == recording
-            if joined and self._read is not None and self._read[1] == recording:
-                self._stream.wait_event(self._read[0])
+            if torch.cuda.is_current_stream_capturing():  # then there was an exchange in this recording
+                self._stream.wait_event(self._read)
             else:
                 self._stream.wait_stream(main)
             self._handle.barrier(0)
@@ -81,7 +81,8 @@ class Copies:
 
     def read(self) -> None:
         """What arrived was read, as far as the current stream has come."""
-        self._read = (torch.cuda.current_stream().record_event(), torch.cuda.is_current_stream_capturing())
+        if torch.cuda.is_current_stream_capturing():
+            self._read.record()
 
 
 def _as(x: Tensor, buffer: Tensor) -> Tensor:
