@@ -235,7 +235,10 @@ def test_a_process_with_ranks_is_refused() -> None:
 
 
 def fsdp_peak(rank: int, config: LlamaConfig, options: dict[str, Any]) -> int:
-    """On a gloo rank: how far a step under FSDP2 rises above what is held between steps."""
+    """On a gloo rank: how far a step under FSDP2 rises above what is held between steps.
+
+    The least of three: on a busy machine gloo's threads may hold what they sent a little longer.
+    """
     with drawing(seed=0):
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp"))
@@ -244,11 +247,15 @@ def fsdp_peak(rank: int, config: LlamaConfig, options: dict[str, Any]) -> int:
     for _ in range(2):
         model(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad()
-    watch = Watch(local_tensors([ids, *model.parameters(), *model.buffers()]), device="cpu")
-    watch.begin("step", "step")
-    with watch, watched_storages(watch):
-        model(input_ids=ids, labels=ids).loss.backward()
-    return watch.segments[0].above
+    found = []
+    for _ in range(3):
+        watch = Watch(local_tensors([ids, *model.parameters(), *model.buffers()]), device="cpu")
+        watch.begin("step", "step")
+        with watch, watched_storages(watch):
+            model(input_ids=ids, labels=ids).loss.backward()
+        found.append(watch.segments[0].above)
+        model.zero_grad()
+    return min(found)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
