@@ -25,8 +25,8 @@ from dtplan.planner.collectives import Group
 from dtplan.planner.degrees import AXES
 from dtplan.planner.dropout import add_streams
 from dtplan.planner.fsdp import FsdpOptions, checkpoint_units, data_mesh, precision, recomputed, shard_with_fsdp
+from dtplan.planner.generation import cache_own_heads, draw_alike
 from dtplan.planner.loss import causal_lm_loss
-from dtplan.planner.sampling import cache_own_heads, draw_alike
 from dtplan.planner.stored import Stored
 from dtplan.planner.styles import Scope, Sharded, Tp
 from dtplan.te.fuse import Fusing, fuse

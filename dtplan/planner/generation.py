@@ -1,7 +1,4 @@
-"""Generation on the tp axis: every rank chooses the next token itself, so all must draw the same numbers.
-
-And each caches the heads that it computes.
-"""
+"""Generation on the tp axis: every rank draws the next token, all alike, and caches the heads that it computes."""
 
 from __future__ import annotations
 
