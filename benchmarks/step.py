@@ -237,7 +237,7 @@ def plot(rows: list[dict[str, Any]], longer: dict[int, Any], args: argparse.Name
 
     figure, (memory, speed) = plt.subplots(1, 2, figsize=(10, 4))
     for row in rows:
-        found = {length: by_mode[row["mode"]] for length, by_mode in longer.items() if by_mode[row["mode"]]}
+        found = {length: by_mode[row["mode"]] for length, by_mode in longer.items() if by_mode.get(row["mode"])}
         lengths = [args.sequence, *found]
         peaks = [row["peak_gib"], *(f["peak_gib"] for f in found.values())]
         rates = [row["tokens_per_s"], *(f["tokens"] / statistics.median(f["seconds"]) for f in found.values())]
