@@ -3,9 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/loss_curve.py [--steps 200] [--json FILE] [--plot FILE] [MODE ...]
 
 The text is the documentation and source of Python's standard library, as bytes; every mode reads the same batches.
-Other orders of the batches show what noise is. Delayed scaling begins without a history, so that the gradients of its
-first step are lost; "warm" goes through the first batch twice and drops the first gradients. Prints the mean loss of
-the last 20 steps.
+Other orders of the batches show what noise is. Prints the mean loss of the last 20 steps.
 """
 
 from __future__ import annotations
@@ -36,9 +34,8 @@ MODES: dict[str, dict[str, Any]] = {
     "fused FP8 current": {"te": "require", "fp8": "current"},
     "fused FP8 block": {"te": "require", "fp8": "block"},
     "fused FP8 delayed": DELAYED,
-    "fused FP8 delayed, warm": {**DELAYED, "warm": True},
-    "fused FP8 delayed, warm, order 2": {**DELAYED, "warm": True, "order": 1},
-    "fused FP8 delayed, warm, order 3": {**DELAYED, "warm": True, "order": 2},
+    "fused FP8 delayed, order 2": {**DELAYED, "order": 1},
+    "fused FP8 delayed, order 3": {**DELAYED, "order": 2},
 }
 TAIL = 20
 
@@ -49,7 +46,7 @@ def text() -> torch.Tensor:
     return torch.tensor(list(b"".join(file.read_bytes() for file in files)), dtype=torch.long)
 
 
-def curve(tokens: torch.Tensor, steps: int, *, order: int = 0, warm: bool = False, **options: Any) -> list[float]:
+def curve(tokens: torch.Tensor, steps: int, *, order: int = 0, **options: Any) -> list[float]:
     """The loss of each step."""
     config = LlamaConfig(
         vocab_size=256,
@@ -78,9 +75,6 @@ def curve(tokens: torch.Tensor, steps: int, *, order: int = 0, warm: bool = Fals
             group["lr"] = 3e-4 * min(1.0, (step + 1) / 20)
         starts = torch.randint(0, len(tokens) - 513, (8,), generator=generator)
         ids = torch.stack([tokens[start : start + 512] for start in starts.tolist()]).cuda()
-        if warm and step == 0:
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         dtplan.clip_grad_norm_(model, 1.0)

@@ -182,6 +182,7 @@ def figures(worker: Worker, args: argparse.Namespace, rate: float) -> dict[str, 
         "tokens_per_s": round(tokens / seconds),
         "utilisation": round(flops(tokens, args) / seconds / (rate * args.ranks), 3),
         "peak_gib": round(max(found["peak_gib"] for found in worker.rounds), 2),
+        "taken_gib": round(max(found["taken_gib"] for found in worker.rounds), 2),
         "loss": round(worker.rounds[0]["loss"], 4),
         "per_token": [median / tokens for median in medians],
     }
@@ -214,8 +215,8 @@ def report(workers: list[Worker], rates: list[float], args: argparse.Namespace, 
         told = "{:.3f} ({:.3f}-{:.3f})".format(*ratio(r, best)) if best else ""
         print(
             f"{r['mode']:<44} {r['ms']:7.1f} ms ({r['min_ms']:.1f}-{r['max_ms']:.1f})  {r['tokens_per_s']:>6} tok/s  "
-            f"util {r['utilisation']:.3f}  host {r['host_share']:.2f}  {r['peak_gib']:6.2f} GiB  "
-            f"loss {r['loss']:.4f}  x {told}"
+            f"util {r['utilisation']:.3f}  host {r['host_share']:.2f}  "
+            f"{r['peak_gib']:6.2f} of {r['taken_gib']:.2f} GiB  loss {r['loss']:.4f}  x {told}"
         )
     for mode, why in failed(workers).items():
         print(f"{mode:<44} not run to the end: {why}")

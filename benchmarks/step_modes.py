@@ -343,7 +343,10 @@ class Mode:
         return loss.detach()
 
     def round(self, steps: int, warm: int = 2) -> dict[str, Any]:
-        """Seconds of each of some steps after ``warm`` that are not counted, the peak memory, and the loss."""
+        """Seconds of each of some steps after ``warm`` that are not counted, peaks of memory, and the loss.
+
+        ``peak_gib``: what tensors take at once; ``taken_gib``: what the allocator took from the GPU for that.
+        """
         for _ in range(warm):
             loss = self.step()
         wait()
@@ -357,11 +360,13 @@ class Mode:
             host.append(time.perf_counter() - start)
             wait()
             seconds.append(time.perf_counter() - start)
+        taken = torch.cuda.max_memory_reserved() / GIB if DEVICE == "cuda" else 0.0
         peak = torch.cuda.max_memory_allocated() / GIB if DEVICE == "cuda" else 0.0
         let_go()
-        if self.graphed is not None:  # a graph keeps the memory of a step
-            peak = torch.cuda.memory_reserved() / GIB
-        return {"seconds": seconds, "host": host, "peak_gib": peak, "loss": whole(loss), "tokens": self.tokens}
+        if self.graphed is not None:  # a graph keeps the memory of a step, which nothing allocates
+            peak = taken
+        found = {"peak_gib": peak, "taken_gib": taken, "loss": whole(loss), "tokens": self.tokens}
+        return {"seconds": seconds, "host": host, **found}
 
     def profile(self) -> str:
         """Where the time of a step goes on the GPU: the kernels that take most of it, in ms."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,27 @@ from dtplan.te.probe import ACTIVATIONS, GATED
 
 ENTERED: list[tuple[Any, dist.ProcessGroup | None]] = []
 """Recipe and group of every FP8 context that was entered."""
-
+_RECIPE: ContextVar[Any] = ContextVar("recipe", default=None)
 
 BUFFERS: list[tuple[Any, Any]] = []
 """The arguments of every set-up of userbuffers."""
 _OVERLAPS = ("overlap_ag", "overlap_rs", "bulk_dgrad", "bulk_wgrad")
+
+
+class _Rounded(torch.autograd.Function):
+    """The same forward; the gradient is rounded to E5M2 by a scale, which is made for its maximum afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad, largest = grads[0], torch.finfo(torch.float8_e5m2).max
+        rounded = (grad * ctx.scale).clamp(-largest, largest).to(torch.float8_e5m2).to(grad.dtype) / ctx.scale
+        ctx.scale.copy_(largest / grad.abs().max())
+        return rounded, None
 
 
 class _Copied(torch.autograd.Function):
@@ -90,6 +107,22 @@ class _Layer(nn.Module):
         self.normalization, self.eps, self.zero_centered = normalization, eps, zero_centered_gamma
         self.made: dict[str, Any] = {"device": device, "dtype": params_dtype}
         self.tp_size = tp_size
+        self.fp8_meta: dict[str, Any] = {}
+        self.fp8_meta_tensors_initialized = False
+
+    def init_fp8_meta_tensors(self, recipe: Any) -> None:
+        self.fp8_meta["scaling_bwd"] = SimpleNamespace(scale=torch.ones(1))
+        self.fp8_meta_tensors_initialized = True
+
+    def quantised(self, y: Tensor) -> Tensor:
+        """Of FP8 only this: the gradient under delayed scaling, whose scale is that of the steps before."""
+        recipe = _RECIPE.get()
+        if recipe is None or not recipe.delayed():
+            return y
+        if not self.fp8_meta_tensors_initialized:
+            self.init_fp8_meta_tensors(recipe)
+        out: Tensor = _Rounded.apply(y, self.fp8_meta["scaling_bwd"].scale)
+        return out
 
     def get_extra_state(self) -> Tensor:
         return torch.zeros(3, dtype=torch.uint8)
@@ -158,7 +191,7 @@ class LayerNormLinear(_Layer):
         self.bias = _empty(outer // self.tp_size, **self.made) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.columns(self.norm(x), self.weight, self.bias)
+        return self.quantised(self.columns(self.norm(x), self.weight, self.bias))
 
 
 class Linear(_Layer):
@@ -169,7 +202,7 @@ class Linear(_Layer):
         self.bias = _empty(outer, **self.made) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.rows(self.plain(x), self.weight, self.bias)
+        return self.quantised(self.rows(self.plain(x), self.weight, self.bias))
 
 
 class LayerNormMLP(_Layer):
@@ -194,7 +227,7 @@ class LayerNormMLP(_Layer):
             hidden = act(gate) * up
         else:
             hidden = act(hidden)
-        return self.rows(hidden, self.fc2_weight, self.fc2_bias)
+        return self.quantised(self.rows(hidden, self.fc2_weight, self.fc2_bias))
 
 
 class _Norm(_Layer):
@@ -237,7 +270,11 @@ class DotProductAttention:
 def autocast(*, enabled: bool, recipe: Any, amax_reduction_group: dist.ProcessGroup | None) -> Iterator[None]:
     assert enabled
     ENTERED.append((recipe, amax_reduction_group))
-    yield
+    before = _RECIPE.set(recipe)
+    try:
+        yield
+    finally:
+        _RECIPE.reset(before)
 
 
 def checkpoint(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
@@ -247,7 +284,8 @@ def checkpoint(forward: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> 
 
 
 def _recipe(name: str) -> Any:
-    return type(name, (SimpleNamespace,), {"fp8_format": "HYBRID"})
+    delayed = classmethod(lambda cls: cls.__name__ == "DelayedScaling")
+    return type(name, (SimpleNamespace,), {"fp8_format": "HYBRID", "delayed": delayed})
 
 
 ENGINE = Engine(

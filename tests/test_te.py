@@ -487,6 +487,31 @@ def test_recomputation_with_fp8_is_transformer_engine_s_own(standin, monkeypatch
     assert len(calls) == 2  # layers
 
 
+def test_delayed_scaling_keeps_the_gradients_of_its_first_step(standin):
+    """Of a loss as small as that of a real batch, whose gradients E5M2 does not hold unless they are scaled."""
+    small = 2.0**-12
+    model, data = build("llama"), batch("llama", images=False)
+    reference = copy.deepcopy(model)
+    (reference(**data).loss * small).backward()
+    truth = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+
+    def on_rank(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        sharded = dtplan.parallelize(model, mesh, te="require", fp8="delayed")
+        steps = []
+        for _ in range(2):
+            sharded.zero_grad()
+            (sharded(**data).loss * small).backward()
+            found = wholes(sharded, {name: p.grad for name, p in sharded.named_parameters() if p.grad is not None})
+            assert found.keys() == truth.keys()
+            steps.append(max(float((found[n] - truth[n]).norm() / truth[n].norm()) for n in truth))
+        return steps
+
+    [[first, second]] = simulated_ranks(1, on_rank)
+    assert 1e-3 < second < 0.2  # of rounding; the first loses no more
+    assert first < 0.2
+
+
 def test_overlap_names_the_layers_of_a_unit(standin, monkeypatch):
     monkeypatch.setattr(overlap._Session, "made", None)
     te_standin.BUFFERS.clear()

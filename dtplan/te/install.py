@@ -28,6 +28,7 @@ from dtplan.planner.styles import Forward, Tp, replaced
 from dtplan.te import attention
 from dtplan.te.engine import Engine
 from dtplan.te.fused import Fused, FusedTensor
+from dtplan.te.precision import scale_first_gradients
 from dtplan.te.tokens import Tokens
 
 
@@ -305,7 +306,16 @@ def seal(model: nn.Module, fused: Iterable[Fused]) -> None:
 
 @functools.cache
 def _adapted(cls: Any) -> Any:
-    """The class without `_extra_state` in its state dict (checkpoints are those of the unfused model), and sealed."""
+    """The class without `_extra_state` in its state dict (checkpoints are those of the unfused model), and sealed.
+
+    Its first FP8 step has scales for gradients (`precision.scale_first_gradients`).
+    """
+
+    def init_fp8_meta_tensors(self: Any, recipe: Any) -> None:
+        first = not self.fp8_meta_tensors_initialized
+        cls.init_fp8_meta_tensors(self, recipe)
+        if first and recipe.delayed():
+            scale_first_gradients(self)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -314,4 +324,7 @@ def _adapted(cls: Any) -> Any:
         return cls.forward(self, *args, **kwargs)
 
     plain = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
-    return type(cls.__name__, (cls,), {**plain, "forward": torch.compiler.disable(forward), "run": run})
+    made = {**plain, "forward": torch.compiler.disable(forward), "run": run}
+    if hasattr(cls, "init_fp8_meta_tensors"):  # norms have none
+        made["init_fp8_meta_tensors"] = init_fp8_meta_tensors
+    return type(cls.__name__, (cls,), made)

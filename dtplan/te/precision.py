@@ -17,6 +17,8 @@ Recipe = Literal["current", "delayed", "block"]
 RECIPES: tuple[str, ...] = get_args(Recipe)
 _ROWS = 8
 """TransformerEngine quantises tensors whose leading dims multiply to a multiple of this."""
+_FIRST_GRADIENTS = 2.0**12
+"""Scale of gradients until a history says more: E5M2 then holds 2^-28 to 14, and a mean loss has gradients of 2^-20."""
 _BLACKWELL = ("MXFP8BlockScaling", "NVFP4BlockScaling")
 
 
@@ -62,6 +64,14 @@ def quantise(model: nn.Module, recipe: Any, engine: Engine, group: dist.ProcessG
             return inner(*args, **kwargs)
 
     model.forward = forward
+
+
+def scale_first_gradients(layer: Any) -> None:
+    """Delayed scaling begins with 1 for all: E5M2 then rounds nearly all gradients of a mean loss to zero.
+
+    The step after this one scales by what was seen. Weights and activations of the first step are within E4M3's range.
+    """
+    layer.fp8_meta["scaling_bwd"].scale.fill_(_FIRST_GRADIENTS)
 
 
 def _refuse_odd_batches(values: Iterable[Any], parts: int) -> None:
