@@ -306,7 +306,7 @@ class Block:
             path = pattern_of(name)
             if not tensors or path in self.rules or self._is_ruled(name) or not name:
                 continue
-            if not parameters_of(module):
+            if not any(parameter.requires_grad for parameter in parameters_of(module).values()):
                 self._put(name, {"style": "replicate"})
                 continue
             seen = "it was not called on tokens" if name not in self.trace.calls else "it lies outside of every branch"

@@ -15,6 +15,9 @@ from dtplan.author.parts import Lies, Part, columns_of, input_lies, lies
 from dtplan.author.trace import Trace
 from dtplan.prove.edits import pattern_of
 
+_MOST_COLUMNS = 1024
+"""Each is differentiated by itself, all at once: memory goes with their square."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cutting:
@@ -39,6 +42,8 @@ class Cutting:
 
 def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) -> Cutting:
     """Look at a group's data flow."""
+    if why_not := _unfit(group):
+        return Cutting(group, parameters={}, norms=(), inputs={}, numbers=(), why_not=why_not)
     found = dependences(block, trace, group)
     owners = {product.parameter.rpartition(".")[0] for product in group.products}
     own = {n: one for n, one in found.parameters.items() if group.root or n.rpartition(".")[0] in owners}
@@ -73,6 +78,16 @@ def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) ->
         return dataclasses.replace(cutting, numbers=numbers)
     per_unit = bench.numbers_per_unit(counts[0], counts[1] // counts[0], numbers)
     return dataclasses.replace(cutting, numbers=numbers, per_unit=per_unit, kv_units=counts[0])
+
+
+def _unfit(group: Group) -> str:
+    """Why columns cannot be told apart at all."""
+    widths = sorted({product.read.shape[product.along] for product in group.last})
+    if len(widths) > 1:
+        return f"its last products sum over different columns, {' and '.join(map(str, widths))}"
+    if widths[0] > _MOST_COLUMNS:
+        return f"its last product sums over {widths[0]} columns even in a small model, too many to look at one by one"
+    return ""
 
 
 def _units(cut: list[Lies], columns: int) -> int | None:

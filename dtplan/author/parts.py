@@ -53,12 +53,13 @@ class Columns:
 
 
 def columns_of(parameters: Mapping[str, Dependence], count: int) -> Columns:
-    """Columns that an index moves hang together; those of an index that moves all of them do not by that.
+    """Columns that an index moves hang together; those of an index that moves all of them do not by that, nor those
+    of the only index, which every rank has.
 
     Where then all hang together (one k and one v for all heads), indices that move columns far from each other are
     taken to be kept by every rank.
     """
-    rows = [_some(dim) for dependence in parameters.values() for dim in dependence.dims]
+    rows = [_some(dim) for dependence in parameters.values() for dim in dependence.dims if len(dim) > 1]
     every = torch.cat(rows) if rows else torch.zeros(0, count, dtype=torch.bool)
     component = _components(every)
     shares = bool(len(every)) and int(component.max()) == 0
@@ -83,7 +84,7 @@ def lies(dependence: Dependence, columns: Columns, known: AbstractSet[int]) -> L
     """How the parameter is to be cut; ``known`` are numbers of units that a config field counts."""
     if not dependence.moves_columns:
         return Lies("apart")
-    dims = [d for d, rows in enumerate(dependence.dims) if len(_some(rows))]
+    dims = [d for d, rows in enumerate(dependence.dims) if len(rows) > 1 and len(_some(rows))]
     dims = [d for d in dims if not all(row < 0 for row in _labels(dependence.dims[d], columns))]
     if not dims or columns.components < 2:
         return Lies("whole")

@@ -64,7 +64,7 @@ def sample(real: nn.Module, *, seed: int = 0) -> Sample:
     Raises:
         CannotProveError: the class cannot be shrunken, or does not take the small sizes.
     """
-    small, _ = shrink(real.config, [_DEGREE])
+    small, _ = shrink(real.config, [_DEGREE], type(real))
     why: Exception | None = None
     for wanted, is_grouped in _wanted(real.config, small):
         try:
@@ -110,7 +110,7 @@ def _wanted(real: Any, small: Any) -> Iterator[tuple[dict[str, Any], bool]]:
 def _hidden(had: Reader, text: Any) -> dict[str, Any]:
     """A residual stream as wide as all heads, or wider where the class has a width of heads."""
     explicit = had.get("head_dim")
-    dim = getattr(text, "head_dim", None)
+    dim = text.to_dict().get("head_dim")
     dim = dim if isinstance(dim, int) else text.hidden_size // text.num_attention_heads
     dim = HEAD_DIM if had.get("qk_rope_head_dim") else dim
     sizes: dict[str, Any] = {had.key("hidden_size"): HEADS * dim}

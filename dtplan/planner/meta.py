@@ -74,7 +74,7 @@ def _built(config: Any, model: str, transformers: Any) -> nn.Module:
             raise ModelError(
                 f"{model}: no causal language model for a {type(config).__name__}: {_line(error)}"
             ) from None
-        except (AttributeError, TypeError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - each class refuses in its own way, or lacks a library
             kind = type(config).__name__
             raise ModelError(f"{model}: {names[0] if names else kind} refuses the config: {_line(error)}") from None
     return built
@@ -103,10 +103,19 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _config(given: Mapping[str, Any], where: str, transformers: Any) -> Any:
     try:
-        fields = dict(given)
+        fields: dict[str, Any] = _with_numbers(given)
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001 - each class validates its fields in its own way
         raise ModelError(f"{where}: transformers cannot read the config: {_line(error)}") from None
+
+
+def _with_numbers(value: Any) -> Any:
+    """A config's data with the numbers that JSON has no words for: transformers writes {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_numbers(one) for name, one in value.items()}
+    return [_with_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def _named(model: str, transformers: Any) -> Any:

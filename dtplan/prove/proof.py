@@ -87,7 +87,7 @@ def prove(
     """
     real = meta_model(model)
     found = find_plan(real, plan, tp=max(tp))
-    config, choices = shrink(real.config, tp)
+    config, choices = shrink(real.config, tp, type(real))
     if sizes:
         config = rebuilt(config, sizes)
         choices = tuple(differences(real.config, config, {choice.field.split(".")[0] for choice in choices} | {*sizes}))
@@ -116,7 +116,7 @@ def _smallest(proof: Proof, plan: Plan, real: nn.Module) -> Smallest | None:
     if failed is None or not failed.findings or failed.findings[0].what == "plan":
         return None
     leg = dataclasses.replace(failed.leg, world="simulated ranks")
-    start, _ = shrink(real.config, [leg.tp])
+    start, _ = shrink(real.config, [leg.tp], type(real))
     small = small_failure(type(real), start, plan, leg, failed.findings[0], batch=proof.batch, seed=proof.seed)
     if small is None:
         return None

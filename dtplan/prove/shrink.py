@@ -54,27 +54,52 @@ _OTHER_NAMES = {"num_key_value_heads": ("num_kv_heads", "n_kv_heads")}
 _AS_WIDE = ("word_embed_proj_dim",)
 """Widths that are the residual stream's where the real model has them so."""
 _NO_SIZES = ("dtype", "use_cache", "transformers_version")
+_WIDE = 64
+"""A dim of a parameter that is larger, once all sizes with known names are shrunken, has one of another name."""
 _WINDOW = 4
 """Shorter than the batch's sequences, so that a sliding window hides something."""
 
 
-def shrink(config: Any, degrees: Iterable[int]) -> tuple[Any, tuple[Choice, ...]]:
+def shrink(config: Any, degrees: Iterable[int], cls: type[nn.Module] | None = None) -> tuple[Any, tuple[Choice, ...]]:
     """A small config of ``config``'s class, and every field that differs.
 
     A count (heads, kv heads, vocabulary, ffn columns, experts) is divided by exactly those of ``degrees`` that
-    divide the real one, so that a plan binds, or is refused, as on the real model.
+    divide the real one, so that a plan binds, or is refused, as on the real model. With ``cls``, the model's class,
+    sizes of any name are shrunken that its parameters have.
 
     Raises:
         CannotProveError: the config lacks a size that every decoder has, or its class refuses the small ones.
     """
     text = config.get_text_config(decoder=True)
     subs = {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
+    changed: dict[str, Any]
     if any(sub is text for sub in subs.values()):
         changed = {key: _within(sub, degrees, is_text=sub is text) for key, sub in subs.items()}
     else:
         changed = _changes(config, sorted(set(degrees)))
     built = rebuilt(config, changed)
-    return built, tuple(differences(config, built, changed))
+    fields = set(changed)
+    if cls is not None and (more := _other_widths(cls, config, built, sorted(set(degrees)))):
+        built = rebuilt(built, more)
+        fields |= {field.split(".")[0] for field in more}
+    return built, tuple(differences(config, built, fields))
+
+
+def _other_widths(cls: type[nn.Module], real: Any, config: Any, degrees: Sequence[int]) -> dict[str, int]:
+    """Numbers of the decoder's config, as yet the real ones, that are large dims of parameters: small and all apart."""
+    try:
+        with torch.device("meta"):
+            dims = {n for parameter in cls(config).parameters() for n in parameter.shape if n > _WIDE}
+    except Exception:  # noqa: BLE001 - `refuse_unfit` tells why
+        return {}
+    text, before = config.get_text_config(decoder=True), real.get_text_config(decoder=True).to_dict()
+    prefix = next((f"{name}." for name in config.sub_configs if getattr(config, name, None) is text), "")
+    found: dict[str, int] = {}
+    for field, value in text.to_dict().items():
+        is_size = type(value) is int and value in dims and value == before.get(field)
+        if is_size and not any(word in field for word in ("vocab", "position")):
+            found[prefix + field] = like(value, 3 * _WIDE // 8 + 4 * len(found), degrees)
+    return found
 
 
 def rebuilt(config: Any, changed: Mapping[str, Any]) -> Any:
@@ -91,6 +116,9 @@ def rebuilt(config: Any, changed: Mapping[str, Any]) -> Any:
             owner = owner.setdefault(each, {})
         owner[name] = value
     fixed: dict[str, Any] = {"dtype": "float64", "use_cache": False, "attn_implementation": "eager"}
+    for name in config.sub_configs:
+        if isinstance(given.get(name), dict) and "use_cache" in given[name]:
+            given[name]["use_cache"] = False
     if any(getattr(config.get_text_config(decoder=True), field, None) for field in COUNTS):
         fixed["experts_implementation"] = "eager"  # the grouped kernel has no float64
     try:
@@ -104,7 +132,8 @@ def _changes(config: Any, degrees: Sequence[int], *, is_text: bool = True) -> di
     """The fields of one config that are not nested, and their values once shrunken."""
     given = config.to_dict()
     read = Reader(config, given)
-    small = _sizes(read, degrees, is_text=is_text) | _layers(read)
+    small = _sizes(read, degrees, is_text=is_text)
+    small |= _layers(read, {read.key(field): value for field, value in small.items()})
     small |= {key: 0.0 for key, value in given.items() if _is_dropout(key) and value}
     return {read.key(field): value for field, value in small.items()}
 
@@ -122,12 +151,13 @@ def _within(config: Any, degrees: Iterable[int], *, is_text: bool) -> dict[str, 
 
 def differences(real: Any, used: Any, fields: Iterable[str], under: str = "") -> Iterator[Choice]:
     """Those of ``fields`` in which two configs differ, and theirs within them, sorted by name."""
+    a, b = real.to_dict(), used.to_dict()
     for field in sorted(fields):
-        a, b = getattr(real, field, None), getattr(used, field, None)
-        if a is not None and hasattr(a, "to_dict") and hasattr(b, "to_dict"):
-            yield from differences(a, b, a.to_dict(), f"{under}{field}.")
-        elif a != b and field not in _NO_SIZES:
-            yield Choice(field=under + field, real=a, used=b)
+        mine, theirs = a.get(field), b.get(field)
+        if field in real.sub_configs and isinstance(mine, dict) and isinstance(theirs, dict):
+            yield from differences(getattr(real, field), getattr(used, field), mine, f"{under}{field}.")
+        elif mine != theirs and field not in _NO_SIZES:
+            yield Choice(field=under + field, real=mine, used=theirs)
 
 
 class Reader:
@@ -185,6 +215,7 @@ def _sizes(read: Reader, degrees: Sequence[int], *, is_text: bool) -> dict[str, 
     if isinstance(rotated, int):
         sizes["rotary_dim"] = small_dim * rotated // head_dim
     sizes |= {field: small_hidden for field in _AS_WIDE if read.get(field) == hidden}
+    sizes |= _mamba(read, small_hidden, degrees)
     return sizes | _widths(read, small_hidden, degrees) | (_vocabulary(read, degrees) if is_text else _image(read))
 
 
@@ -203,10 +234,24 @@ def _widths(read: Reader, small_hidden: int, degrees: Sequence[int]) -> dict[str
     return sizes
 
 
+def _mamba(read: Reader, small_hidden: int, degrees: Sequence[int]) -> dict[str, Any]:
+    """Heads, and what goes with them, of a Mamba mixer; together they are as wide as the config says."""
+    heads, expand = read.get("mamba_n_heads"), read.get("mamba_expand")
+    if not isinstance(heads, int) or not isinstance(expand, int):
+        return {}
+    inner = expand * small_hidden
+    small = next(n for n in range(like(heads, 8, degrees), inner + 1) if inner % n == 0)
+    sizes = {"mamba_n_heads": small, "mamba_d_head": inner // small, "mamba_d_ssm": inner, "mamba_d_state": 8}
+    sizes |= {"mamba_n_groups": min(2, read.get("mamba_n_groups") or 1), "mamba_chunk_size": 8}
+    return {field: value for field, value in sizes.items() if read.get(field) is not None}
+
+
 def _vocabulary(read: Reader, degrees: Sequence[int]) -> dict[str, Any]:
-    size = like(read.need("vocab_size"), LEAST_VOCABULARY, degrees)
+    real = read.need("vocab_size")
+    size = like(real, LEAST_VOCABULARY, degrees)
+    more = {key: size for key, value in read.items() if key.startswith("vocab_size_") and value == real}
     ids = {key: value for key, value in read.items() if key.endswith("_token_id") and isinstance(value, int)}
-    return {"vocab_size": size, **{key: size - 1 for key, value in ids.items() if value >= size}}
+    return {"vocab_size": size, **more, **{key: size - 1 for key, value in ids.items() if value >= size}}
 
 
 def _image(read: Reader) -> dict[str, Any]:
@@ -244,35 +289,60 @@ def like(real: int, least: int, degrees: Sequence[int]) -> int:
     return next((n for n in range(min(least, real), real) if same(n)), real)
 
 
-def _layers(read: Reader) -> dict[str, Any]:
+def _layers(read: Reader, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Two layers, or one of each kind where lists of the config tell kinds apart."""
     kept = one_of_each_kind(read)
-    return layers(read, kept if len(kept) > 1 else list(range(min(2, read.need("num_hidden_layers")))))
+    return layers(read, kept if len(kept) > 1 else list(range(min(2, read.need("num_hidden_layers")))), sizes)
 
 
 def one_of_each_kind(read: Reader) -> list[int]:
     """The first layer of each kind."""
-    lists, dense = _lists(read), read.get("first_k_dense_replace")
+    lists, own, dense = _lists(read), _own(read), read.get("first_k_dense_replace")
     kinds = [
-        (*(str(value[i]) for value in lists.values()), isinstance(dense, int) and i < dense)
+        (
+            *(str(value[i]) for value in lists.values()),
+            *(str(value.get(i)) for value in own.values()),
+            isinstance(dense, int) and i < dense,
+        )
         for i in range(read.need("num_hidden_layers"))
     ]
     return sorted({kinds.index(kind) for kind in kinds})
 
 
-def layers(read: Reader, kept: Sequence[int]) -> dict[str, Any]:
-    """The changes of a config that leave the layers ``kept``."""
+def layers(read: Reader, kept: Sequence[int], sizes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The changes of a config that leave the layers ``kept``; what single layers have of ``sizes`` shrinks as these."""
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
     changed |= {key: [value[i] for i in kept] for key, value in _lists(read).items()}
+    for key, of_layers in _own(read).items():
+        changed[key] = {
+            place: {field: _in_proportion(read, field, value, sizes or {}) for field, value in of_layers[i].items()}
+            for place, i in enumerate(kept)
+            if i in of_layers
+        }
     if isinstance(dense := read.get("first_k_dense_replace"), int):
         changed["first_k_dense_replace"] = sum(i < dense for i in kept)
     return changed
+
+
+def _in_proportion(read: Reader, field: str, value: Any, sizes: Mapping[str, Any]) -> Any:
+    """What a layer has in place of the config's own size, as large beside it as in the real model."""
+    base, small = read.get(field), sizes.get(field)
+    return value * small // base if isinstance(value, int) and base and isinstance(small, int) else value
 
 
 def _lists(read: Reader) -> dict[str, Any]:
     """Fields with an entry for each layer."""
     depth = read.need("num_hidden_layers")
     return {key: value for key, value in read.items() if isinstance(value, list) and len(value) == depth > 1}
+
+
+def _own(read: Reader) -> dict[str, dict[int, Any]]:
+    """Fields with entries for some layers, by their numbers: what is otherwise there."""
+    found = {}
+    for key, value in read.items():
+        if key.startswith("per_layer") and isinstance(value, dict) and all(str(n).isdecimal() for n in value):
+            found[key] = {int(n): of_layer for n, of_layer in value.items()}
+    return found
 
 
 def _is_dropout(key: str) -> bool:
