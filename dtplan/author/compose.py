@@ -20,6 +20,9 @@ from dtplan.author.units import Units
 from dtplan.planner.placing import CUTS, module_kind
 from dtplan.prove.edits import pattern_of
 
+ON_STREAM: tuple[Mapping[str, Any], ...] = ({"style": "norm"}, {"style": "replicate"})
+"""What a module may be that is not cut: on the stream, whose tokens sequence parallelism cuts, or on whole values."""
+
 Form = Literal["own", "region", "outer", "parallel"]
 """How a branch is arranged. ``own``: each group's last product sums for itself; ``region``: one module prepares the
 input of all and sums what all give; ``outer``: a module keeps its input whole for a router, and groups inside are
@@ -122,8 +125,8 @@ class Block:
         for product in branch.direct:
             self._direct(product, form)
         for cutting in cuttings:
-            if cutting.why_not:
-                self._undecided(cutting)
+            if why_not := cutting.why_not or self._unsaid(cutting):
+                self._undecided(cutting, why_not)
             else:
                 self._group(cutting, form, branch.root)
 
@@ -132,26 +135,47 @@ class Block:
         keys = {"style": "replicate"} if form == "outer" else {"style": "replicate", "grad": "sum"}
         self._put(owner, keys)
 
-    def _undecided(self, cutting: Cutting) -> None:
+    def _unsaid(self, cutting: Cutting) -> str:
+        """What a plan has no words for: inputs of the block itself that are cut, sections that no field counts."""
+        if not cutting.group.root and (names := [name for name, one in cutting.inputs.items() if one.kind == "cut"]):
+            return f"the block's own input {names[0]} would have to be cut with its columns"
+        for name, one in cutting.parameters.items():
+            unknown = [part for part in one.parts if not part.whole and self.units.of(part.count, part.rows) is None]
+            if len(one.parts) > 1 and unknown:
+                return f"the {unknown[0].rows} rows of a section of {name} lie in a number of units that no field gives"
+        return ""
+
+    def _undecided(self, cutting: Cutting, why_not: str) -> None:
         """One `todo` for the module in which a group lies, or one for each of its products where that is the block."""
         root = pattern_of(cutting.group.root)
-        seen = f"not decided: {cutting.why_not}"
+        seen = f"not decided: {why_not}"
         if root and root not in self.rules:
-            out = "{0: residual}" if isinstance(self._output(cutting.group.root, ""), dict) else "residual"
-            rule = f"{{style: replicate, below: true, input: R, output: {out}}}"
-            choice = f"choices: {rule}, with which every rank does all of it,"
-            self._put(root, {"style": "todo"}, notes=(seen, choice, "or rules that cut what hangs together"))
-            self.whole.add(root)
+            self._put_whole(cutting.group.root, seen)
             return
-        notes: tuple[str, ...] = (
-            seen,
-            "choices: `replicate` for each (every rank does all of it), or cut them by hand",
-        )
+        notes: tuple[str, ...] = (seen,)
         for product in cutting.group.products:
             owner = pattern_of(product.parameter.rpartition(".")[0])
             if owner not in self.rules:
-                self._put(owner, {"style": "todo"}, notes=notes)
+                self._put(owner, {"style": "todo"}, notes=notes, choices=ON_STREAM)
                 notes = ()
+
+    def _put_whole(self, root: str, *seen: str) -> None:
+        """A `todo` for all that is in a module, which every rank may do whole."""
+        out = self._output(root, "residual")
+        keys = {"style": "replicate", "below": True, "input": self._whole_inputs(root), "output": out}
+        if read := self._read_in(root):
+            keys["reads"] = read
+        path = pattern_of(root)
+        for below in [name for name in self.rules if name.startswith(f"{path}.") or name == path]:
+            del self.rules[below]
+        self._put(root, {"style": "todo"}, notes=seen, choices=(keys,))
+        self.whole.add(path)
+
+    def _read_in(self, root: str) -> list[str]:
+        """Modules in ``root`` whose parameters are read and that are not called."""
+        named = self.module.get_submodule(root).named_modules(prefix=root)
+        owners = [name for name, module in named if name != root and parameters_of(module)]
+        return [name.removeprefix(f"{root}.") for name in owners if not self.trace.times[name]]
 
     def _group(self, cutting: Cutting, form: Form, root: str) -> None:
         group = cutting.group
@@ -171,8 +195,8 @@ class Block:
             for owner, path in cutting.per_unit:
                 self._localize_per(f"{inside}.{owner}".strip("."), path, unit)
         if cutting.numbers is None:
-            notes = ("its forward needs numbers of the whole, and no set of its attributes makes it work on a part:",)
-            self._put(inside, {"style": "todo"}, notes=(*notes, "write `localize: [...]` with what it reshapes by"))
+            seen = "its forward needs numbers of the whole, and no set of its attributes makes it work on a part"
+            self._put_whole(inside, seen, "(a cut needs `localize: [...]` with what it reshapes by)")
 
     def _region(self, cutting: Cutting, form: Form) -> None:
         """The rule of the module in which a group lies."""
@@ -268,7 +292,8 @@ class Block:
 
     def _section(self, part: Part, parts: Sequence[Part]) -> Any:
         if not part.whole:
-            unit = self.units.of(part.count, part.rows) or "todo"
+            unit = self.units.of(part.count, part.rows)
+            assert unit is not None  # `_unsaid` told of it
             widths = {other.rows // other.count for other in parts if not other.whole}
             field = self.units.width(unit, part.rows // part.count) if len(widths) > 1 else None
             return {"unit": unit, "width": field} if field else unit
@@ -312,7 +337,7 @@ class Block:
             seen = "it was not called on tokens" if name not in self.trace.calls else "it lies outside of every branch"
             kind = type(module).__name__
             notes = (f"{kind} with {', '.join(tensors)}: {seen}",)
-            self._put(name, {"style": "todo"}, notes=(*notes, "choices: `norm` on the stream, `replicate`, or a cut"))
+            self._put(name, {"style": "todo"}, notes=notes, choices=ON_STREAM)
 
     def _is_ruled(self, name: str) -> bool:
         """Whether rules on its parameters, one by one, or one on a module around it cover a module."""
@@ -378,10 +403,18 @@ class Block:
         before = known.keys.get("localize_per", {}) if known else {}
         self._put(name, {"localize_per": {**before, number: unit}}, remark=known.remark if known else "")
 
-    def _put(self, name: str, keys: Mapping[str, Any], *, notes: tuple[str, ...] = (), remark: str = "") -> None:
+    def _put(
+        self,
+        name: str,
+        keys: Mapping[str, Any],
+        *,
+        notes: tuple[str, ...] = (),
+        remark: str = "",
+        choices: tuple[Mapping[str, Any], ...] = (),
+    ) -> None:
         path = pattern_of(name)
         merged = {**(self.rules[path].keys if path in self.rules else {}), **keys}
-        self.rules[path] = RuleDraft(path=path, keys=merged, notes=notes, remark=remark)
+        self.rules[path] = RuleDraft(path=path, keys=merged, notes=notes, remark=remark, choices=choices)
 
 
 def _leaf_of(parameter: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,20 @@ class RuleDraft:
     """Comments in lines above it."""
     remark: str = ""
     """A comment behind it."""
+    choices: tuple[Keys, ...] = ()
+    """Where it is undecided: what may stand here if every rank does all of it, the likeliest first."""
 
     @property
     def undecided(self) -> bool:
         """Whether a person has to replace it."""
         return self.keys.get("style") == "todo"
+
+    def chosen(self, number: int, note: str) -> RuleDraft:
+        """With one of its choices, or the last, in place of `todo`, and ``note``."""
+        if not self.undecided or not self.choices:
+            return self
+        keys = self.choices[min(number, len(self.choices) - 1)]
+        return dataclasses.replace(self, keys=keys, notes=(*self.notes, note), choices=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from dtplan.author.compose import Block, Form
+from dtplan.author.compose import ON_STREAM, Block, Form
 from dtplan.author.draft import PlanDraft, RuleDraft
 from dtplan.author.fused import fused_layers
 from dtplan.author.order import below
@@ -51,17 +51,27 @@ def draft_plan(real: nn.Module) -> PlanDraft:
     rules = [*_around(small, calls, layers, units, before=True)]
     rules += below(_merged(blocks), f"{layers}.*")
     rules += _around(small, calls, layers, units, before=False)
-    name = type(real).__name__
+    name, used = type(real).__name__, set(_words([rule.keys for rule in rules]))
     return PlanDraft(
         name=str(getattr(config, "model_type", name)),
         serves=(name,),
-        units=units.in_order(),
+        units={name: fields for name, fields in units.in_order().items() if name in used},
         unit_notes=units.notes,
         rules=tuple(rules),
         ties=_ties(real, {rule.path for rule in rules}),
         te=fused_layers(small.model, layers, blocks, rules),
         fsdp=(f"{layers}.*",),
     )
+
+
+def _words(value: Any) -> Iterator[str]:
+    """All strings in the keys of rules, units among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (word for one in value.values() for word in _words(one))
+    elif isinstance(value, Sequence):
+        yield from (word for one in value for word in _words(one))
 
 
 def _walk(small: Sample) -> dict[str, _Called]:
@@ -216,8 +226,9 @@ def _embedding(name: str, module: nn.Module, units: Units) -> RuleDraft:
 def _head(name: str, module: nn.Module, units: Units) -> RuleDraft:
     if module_kind(module) in ("Linear", "Conv1D"):
         return RuleDraft(path=name, keys={"style": "colwise", "unit": units.vocabulary(), "output": "logits"})
-    note = f"{type(module).__name__} is no plain Linear: `replicate`, or `shard` for its parameters"
-    return RuleDraft(path=name, keys={"style": "todo"}, notes=(note,))
+    note = f"{type(module).__name__} is no plain Linear (`shard` cuts single parameters)"
+    whole = {"style": "replicate", "below": True, "input": "R"}
+    return RuleDraft(path=name, keys={"style": "todo"}, notes=(note,), choices=(whole,))
 
 
 def _loose(path: str, module: nn.Module) -> RuleDraft:
@@ -248,8 +259,8 @@ def _other(name: str, module: nn.Module, call: _Called | None, small: Sample) ->
 
 def _undecided(path: str, module: nn.Module, seen: str) -> RuleDraft:
     names = ", ".join(parameters_of(module))
-    notes = (f"{type(module).__name__} with {names}: {seen}", "choices: `replicate`, `norm`, or a cut with its sums")
-    return RuleDraft(path=path, keys={"style": "todo"}, notes=notes)
+    notes = (f"{type(module).__name__} with {names}: {seen}",)
+    return RuleDraft(path=path, keys={"style": "todo"}, notes=notes, choices=ON_STREAM)
 
 
 def _width(small: Sample) -> int:

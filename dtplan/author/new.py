@@ -14,7 +14,7 @@ from dtplan.author.draft import PlanDraft
 from dtplan.author.mend import mended
 from dtplan.author.model import draft_plan
 from dtplan.author.opinion import tp_plan_of, with_opinion
-from dtplan.author.writer import plan_text
+from dtplan.author.writer import plan_text, undecided_rules
 from dtplan.plan.read import parse_plan
 from dtplan.planner.bind import bind
 from dtplan.planner.meta import meta_model
@@ -25,6 +25,7 @@ from dtplan.prove.shrink import CannotProveError
 
 NOT_RUN = 2
 _MOST_FINDINGS = 6
+WHOLE = "whole on every rank, which a proof took; to cut it, write rules for what is in it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def new_plan(model: str, *, schema: str = "plan.schema.json") -> New:
     """
     real = meta_model(model)
     draft = with_opinion(draft_plan(real), tp_plan_of(real))
-    draft = dataclasses.replace(draft, comments=(*_head(real, draft), *draft.comments))
+    draft = dataclasses.replace(draft, comments=(*_head(real), *draft.comments))
     draft = _bound(draft, real)
     return New(draft, plan_text(draft, schema=schema))
 
@@ -87,8 +88,7 @@ def proved(
         CannotProveError, BindError: as of ``prove``.
     """
     if new.draft.undecided:
-        why = f"not proved: {_todos(new.draft)} `todo`"
-        return _commented(new, (why,), schema, unproved=why)
+        return _with_choices(new, model, tp=tp, schema=schema, on_leg=on_leg)
     repairs: list[tuple[Edit, ...]] = []
 
     def proof_of(text: str, name: str | Path) -> Proof:
@@ -108,16 +108,29 @@ def proved(
     return _commented(dataclasses.replace(new, proof=proof), _verdict(proof), schema)
 
 
-def _todos(draft: PlanDraft) -> str:
-    count = len(draft.undecided)
-    return "1 rule is" if count == 1 else f"{count} rules are"
+def _stands(proof: Proof | None) -> bool:
+    """Whether a plan is proved, if not for sequence parallelism."""
+    return proof is not None and all(leg.verdict == "proved" for leg in proof.legs if not leg.leg.sequence_parallel)
 
 
-def _head(real: nn.Module, draft: PlanDraft) -> tuple[str, ...]:
-    lines = [f"Drafted by `dtplan new` for {type(real).__name__} from the data flow of a small model of its class."]
-    if draft.undecided:
-        lines.append(f"{_todos(draft)} `todo`: what was seen and what can be chosen stands above.")
-    return tuple(lines)
+def _with_choices(new: New, model: str, *, tp: Sequence[int], schema: str, on_leg: OnLeg) -> New:
+    """A draft in which every rank does all of what is `todo`, if a proof takes that."""
+    undecided = new.draft.undecided
+    why = f"not proved: {undecided_rules(new.draft)} `todo`"
+    most = max(len(rule.choices) for rule in undecided) if all(rule.choices for rule in undecided) else 0
+    for number in range(most):
+        draft = dataclasses.replace(new.draft, rules=tuple(rule.chosen(number, WHOLE) for rule in new.draft.rules))
+        tried = dataclasses.replace(new, draft=draft, text=plan_text(draft))
+        found = proved(tried, model, tp=tp, schema=schema, on_leg=on_leg)
+        if _stands(found.proof):
+            return found
+        if number == 0:
+            why += f"; where every rank does all of it, {(found.unproved or found.summary).partition('; ')[2]}"
+    return _commented(new, (why,), schema, unproved=why)
+
+
+def _head(real: nn.Module) -> tuple[str, ...]:
+    return (f"Drafted by `dtplan new` for {type(real).__name__} from the data flow of a small model of its class.",)
 
 
 def _bound(draft: PlanDraft, real: nn.Module) -> PlanDraft:

@@ -124,9 +124,9 @@ def _hidden(had: Reader, text: Any) -> dict[str, Any]:
 
 def _widths(text: Any) -> dict[str, Any]:
     read = Reader(text, text.to_dict())
-    sizes: dict[str, Any] = {read.key(name): value for name, value in _WIDTHS.items() if type(read.get(name)) is int}
+    sizes: dict[str, Any] = {read.key(name): value for name, value in _WIDTHS.items() if _is_count(read.get(name))}
     if (read.get("num_experts_per_tok") or 0) > 2:
-        sizes |= {read.key(name): 4 for name in COUNTS if type(read.get(name)) is int}
+        sizes |= {read.key(name): 4 for name in COUNTS if _is_count(read.get(name))}
         sizes |= {read.key("num_experts_per_tok"): 2}
         sizes |= {name: value for name, value in {"n_group": 2, "topk_group": 1}.items() if read.get(name)}
     if read.get("qk_rope_head_dim"):
@@ -134,3 +134,8 @@ def _widths(text: Any) -> dict[str, Any]:
     names = text.to_dict()
     sizes |= {name: value for name, value in _OWN_WIDTHS.items() if name in names}
     return sizes
+
+
+def _is_count(value: Any) -> bool:
+    """Whether the model has what is counted: 0 says that it has none."""
+    return type(value) is int and value > 0

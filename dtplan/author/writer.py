@@ -25,7 +25,9 @@ def plan_text(draft: PlanDraft, *, schema: str = "plan.schema.json") -> str:
     the plan.
     """
     lines = [f"# yaml-language-server: $schema={schema}"]
-    lines += [one for line in draft.comments for one in _comment(line, "")]
+    todo = [f"{undecided_rules(draft)} `todo`: what was seen and what can be chosen stands above."]
+    comments = [*draft.comments[:1], *(todo if draft.undecided else ()), *draft.comments[1:]]
+    lines += [one for line in comments for one in _comment(line, "")]
     lines += ["dtplan: 1", f"name: {_scalar(draft.name)}"]
     if draft.serves:
         lines.append(f"serves: {_flow(draft.serves)}")
@@ -48,6 +50,12 @@ def plan_text(draft: PlanDraft, *, schema: str = "plan.schema.json") -> str:
     return "\n".join(lines) + "\n"
 
 
+def undecided_rules(draft: PlanDraft) -> str:
+    """`2 rules are`."""
+    count = len(draft.undecided)
+    return "1 rule is" if count == 1 else f"{count} rules are"
+
+
 # ------------------------------------------------------------------------------------------------------------ rules
 
 
@@ -68,7 +76,7 @@ def _rules(rules: Sequence[RuleDraft], indent: int) -> list[str]:
 def _rule(rule: RuleDraft, key: str, spaces: str, column: int) -> list[str]:
     """The lines of a rule whose text begins at ``column``, comments above it included."""
     start = f"{spaces}{_key(key)}:".ljust(column - 1) + " "
-    line, notes = start + _flow(_short(rule.keys)), [one for note in rule.notes for one in _comment(note, spaces)]
+    line, notes = start + _flow(_short(rule.keys)), [one for note in _notes(rule) for one in _comment(note, spaces)]
     if len(line) > WIDTH:
         inner = [f"{spaces}  {_key(str(name))}: {_flow(value)}" for name, value in rule.keys.items()]
         above = [f"{spaces}# {rule.remark}"] if rule.remark else []
@@ -76,6 +84,13 @@ def _rule(rule: RuleDraft, key: str, spaces: str, column: int) -> list[str]:
     if rule.remark and len(f"{line}  # {rule.remark}") > WIDTH:
         return [*notes, f"{spaces}# {rule.remark}", line]
     return [*notes, line + (f"  # {rule.remark}" if rule.remark else "")]
+
+
+def _notes(rule: RuleDraft) -> Iterator[str]:
+    yield from rule.notes
+    if rule.choices:
+        choices = " or ".join(_flow(_short(keys)) for keys in rule.choices)
+        yield f"choices: {choices}, with which every rank does all of it, or rules that cut what hangs together"
 
 
 def _comment(text: str, spaces: str) -> list[str]:

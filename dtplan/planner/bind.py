@@ -258,7 +258,7 @@ class _Binder:
             if any(section.whole and section.grad is None for section in sections):
                 message = f"{group.pattern}: a section stays whole among cut ones: is its gradient a partial sum?"
                 self._add("DTP415", cut.rule, message, GRAD_OF_WHOLE)
-        if rule is not None and any(not t.buffer and t.placement == R and not t.once for t in bound):
+        if rule is not None and any(t.trainable and not t.buffer and t.placement == R and not t.once for t in bound):
             self._require_grad_rule(group, rule, cuts)
         return tuple(bound)
 
