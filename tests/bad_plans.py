@@ -77,7 +77,7 @@ STRUCTURE = {
     + "units: {head: {field: n, indivisible: unevn}}\nrules: {q: {style: colwise, unit: head}}\n",
     "names with a pattern": _HEAD + "names: {lm_head: ['*.head']}\n",
     "names of a pattern": _HEAD + "names: {'layers.*': [h]}\n",
-    "residual that is not cut": _HEAD + "residual: {sequence_parallel: R}\n",
+    "residual that is not cut": _HEAD + "residual: {sequence_parallel: P}\n",
     "residual that is otherwise cut": _HEAD + "residual: {sequence_parallel: S(1), otherwise: S(1)}\n",
 }
 

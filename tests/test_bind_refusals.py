@@ -143,6 +143,17 @@ def test_a_norm_of_a_parallel_residual_must_sum_its_gradient() -> None:
         dtplan.bind(on_meta(neox()), dtplan.parse_plan(text), tp=2)
 
 
+def test_a_frozen_parameter_among_cut_ones_has_no_gradient_to_ask_for() -> None:
+    """Ernie's routers have a bias that training does not move."""
+    rule = "dtplan: 1\nextends: llama\nrules:\n  model.layers.*.self_attn.k_proj: {style: replicate, override: true}\n"
+    model = on_meta(llama())
+    with pytest.raises(BindError, match="DTP415"):
+        dtplan.bind(model, dtplan.parse_plan(rule), tp=2)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.requires_grad_(False)
+    dtplan.bind(model, dtplan.parse_plan(rule), tp=2)
+
+
 def test_replicate_keeps_a_region_whole_and_exact_where_the_degree_does_not_divide() -> None:
     """SmolLM2's 9 heads and 3 kv heads at tp 2: attention stays whole, the MLP is cut."""
     import copy

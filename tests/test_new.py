@@ -14,16 +14,18 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dtplan._errors import BindError, DtplanError
 from dtplan.author.draft import PlanDraft, RuleDraft
 from dtplan.author.mend import REMARK
 from dtplan.author.model import draft_plan
-from dtplan.author.new import New, new_plan, proved
+from dtplan.author.new import WHOLE, New, new_plan, proved
 from dtplan.author.opinion import with_opinion
 from dtplan.author.writer import folded, plan_text
 from dtplan.cli import cli
 from dtplan.plan.read import check, load_plan, parse_plan
 from dtplan.plan.spec import Layout, Plan, R, S
 from dtplan.planner.bind import bind
+from dtplan.planner.meta import meta_model
 from dtplan.prove.shrink import CannotProveError
 from dtplan.testing import assert_plan_equivalent
 from tests.families import CONFIGS, on_meta, plan_file
@@ -198,9 +200,9 @@ def norms_per_head() -> PlanDraft:
 def test_what_is_not_decided_is_todo_with_what_was_seen(norms_per_head: PlanDraft) -> None:
     todo = {rule.path: rule for rule in norms_per_head.undecided}
     assert set(todo) == {"model.layers.*.self_attn"}
-    seen, choices, _ = todo["model.layers.*.self_attn"].notes
-    assert "q_layernorm.norms.0.weight" in seen
-    assert choices == f"choices: {KEPT_WHOLE}, with which every rank does all of it,"
+    assert "q_layernorm.norms.0.weight" in todo["model.layers.*.self_attn"].notes[0]
+    text = plan_text(norms_per_head).replace("\n    #  ", "")
+    assert f"# choices: {KEPT_WHOLE}, with which every rank does all of it, or rules that" in text
 
 
 def test_the_choice_that_is_written_above_a_todo_can_be_taken(norms_per_head: PlanDraft) -> None:
@@ -308,11 +310,66 @@ def test_the_command_drafts_proves_and_writes_a_file(tmp_path: Path) -> None:
     assert "is there already" in run("--model", model, "-o", str(file)).output
 
 
-def test_a_draft_with_todos_is_not_proved(tmp_path: Path) -> None:
+def test_a_proof_takes_what_was_not_decided_as_whole_on_every_rank(tmp_path: Path) -> None:
     config = transformers.StableLmConfig(num_hidden_layers=2, qk_layernorm=True, pad_token_id=0)
-    done = run("--model", config_file(tmp_path, config, "StableLmForCausalLM"), "--prove")
-    assert done.exit_code == 2
-    assert "# not proved: 1 rule is `todo`\n" in done.output
+    model = config_file(tmp_path, config, "StableLmForCausalLM")
+    assert run("--model", model).output.count(" todo\n") == 1
+    done = run("--model", model, "--prove", "--tp", "2")
+    assert done.exit_code == 0
+    assert "todo" not in done.output
+    assert "# proved: 4 of 4 legs at tp 2" in done.output
+    assert f"# {WHOLE}\n" in done.output
+    assert f"self_attn:                {KEPT_WHOLE}" in done.output
+
+
+def test_a_draft_whose_todo_has_no_choice_is_not_proved() -> None:
+    rules = (RuleDraft(path="a", keys={"style": "todo"}), RuleDraft(path="b", keys={"style": "norm"}))
+    wrong = PlanDraft(name="x", rules=rules)
+    found = proved(New(wrong, plan_text(wrong)), "no model is read", tp=[2])
+    assert (found.exit_code, found.unproved) == (2, "not proved: 1 rule is `todo`")
+    assert "# not proved: 1 rule is `todo`\n" in found.text
+
+
+def test_what_a_proof_refutes_even_when_it_is_whole_stays_todo(tmp_path: Path) -> None:
+    model = config_file(tmp_path, CONFIGS["mistral"](), "MistralForCausalLM")
+    made = new_plan(model)
+    wrong = tuple(
+        dataclasses.replace(r, keys={"style": "todo"}, choices=({"style": "norm"},)) if r.path.endswith("q_proj") else r
+        for r in made.draft.rules
+    )
+    draft = dataclasses.replace(made.draft, rules=wrong)
+    found = proved(New(draft, plan_text(draft)), model, tp=[2])
+    assert found.exit_code == 2
+    assert found.unproved == "not proved: 1 rule is `todo`; where every rank does all of it, refuted"
+    assert len(found.draft.undecided) == 1
+
+
+def test_sequence_parallelism_that_a_proof_refutes_is_left_out_of_the_plan(tmp_path: Path) -> None:
+    """OPT's blocks make one dim of batch and sequence."""
+    model = config_file(tmp_path, transformers.OPTConfig(num_hidden_layers=2), "OPTForCausalLM")
+    found = proved(new_plan(model), model, tp=[2])
+    assert found.proof is not None
+    assert [str(leg.leg) for leg in found.proof.legs] == ["tp 2", "tp 2, loss_parallel"]
+    assert found.proof.verdict == "proved"
+    assert "residual: {sequence_parallel: R, otherwise: R}\n" in found.text
+    assert "# no sequence parallelism, since a proof refuted it: model.decoder.layers.0.fc1: crash\n" in found.text
+    with pytest.raises(BindError, match="DTP416"):
+        bind(meta_model(model), parse_plan(found.text), tp=2, sequence_parallel=True)
+
+
+def test_numbers_that_every_column_reads_are_whole() -> None:
+    """Apertus' activation has two learned numbers, each of which moves only some columns of a batch."""
+    config = transformers.ApertusConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
+    rules = {rule.path: dict(rule.keys) for rule in draft_plan(meta_of(config)).rules}
+    assert rules["model.layers.*.mlp.up_proj"] == {"style": "colwise", "unit": "ffn"}
+    assert rules["model.layers.*.mlp.act_fn"] == {"style": "replicate", "grad": "sum"}
+
+
+def test_products_of_one_sum_over_different_columns_are_left_undecided() -> None:
+    """CTRL numbers the two products of its MLP as if they were alike."""
+    config = transformers.CTRLConfig(n_layer=2, n_embd=64, n_head=8, dff=96, vocab_size=64)
+    todo = [rule for rule in draft_plan(meta_of(config)).rules if rule.undecided]
+    assert any("sum over different columns" in note for rule in todo for note in rule.notes)
 
 
 def test_a_wrong_draft_is_mended_by_what_its_proof_found(tmp_path: Path) -> None:
@@ -332,3 +389,19 @@ def test_a_wrong_draft_is_mended_by_what_its_proof_found(tmp_path: Path) -> None
 def test_a_class_without_blocks_is_refused_in_words(tmp_path: Path) -> None:
     done = run("--model", config_file(tmp_path, transformers.MambaConfig(), "MambaForCausalLM"))
     assert isinstance(done.exception, CannotProveError)
+
+
+def test_a_config_with_numbers_that_json_has_no_words_for_is_read(tmp_path: Path) -> None:
+    """transformers writes {"__float__": "Infinity"} for them, Mamba's `time_step_limit` say."""
+    transformers.BambaConfig(num_hidden_layers=2, architectures=["BambaForCausalLM"]).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    config: Any = meta_model(str(tmp_path)).config
+    assert config.time_step_limit[1] == float("inf")
+
+
+def test_a_config_that_its_class_refuses_is_told_in_a_line(tmp_path: Path) -> None:
+    broken = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": "wide"}
+    (tmp_path / "config.json").write_text(json.dumps(broken))
+    done = run("--model", str(tmp_path))
+    assert isinstance(done.exception, DtplanError)
+    assert "transformers cannot read the config" in str(done.exception)

@@ -47,6 +47,32 @@ def test_every_kind_of_layer_is_kept() -> None:
     assert shrink(dense_first, [2])[0].num_hidden_layers == 2
 
 
+def test_layers_with_sizes_of_their_own_keep_them_in_proportion() -> None:
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    real = transformers.Gemma4TextConfig(num_hidden_layers=12, layer_types=kinds * 2)
+    assert {n: layer["head_dim"] for n, layer in real.to_dict()["per_layer_config"].items()} == {"05": 512, "11": 512}
+    small, choices = shrink(real, [2])
+    assert small.layer_types == ["sliding_attention", "full_attention"]
+    own = small.to_dict()
+    assert own["head_dim"] == 4
+    assert [layer["head_dim"] for layer in own["per_layer_config"].values()] == [8]
+    assert "per_layer_config" in {choice.field for choice in choices}
+
+
+def test_sizes_of_other_names_are_shrunken_where_parameters_have_them() -> None:
+    real = transformers.CTRLConfig(n_layer=2)
+    assert shrink(real, [2])[0].dff == real.dff
+    small, choices = shrink(real, [2], transformers.CTRLLMHeadModel)
+    assert small.dff == 24
+    assert {choice.field: choice.used for choice in choices}["dff"] == 24
+
+
+def test_a_nested_config_keeps_no_cache() -> None:
+    real = transformers.Gemma3Config()
+    assert real.text_config.use_cache
+    assert not shrink(real, [2])[0].text_config.use_cache
+
+
 @pytest.mark.parametrize(
     "config",
     [

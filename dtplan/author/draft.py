@@ -62,6 +62,8 @@ class PlanDraft:
     te: Mapping[str, tuple[Keys, ...]] = field(default_factory=dict)
     fsdp: tuple[str, ...] = ()
     """Patterns of the modules that FSDP2 wraps one by one."""
+    cuts_stream: bool = True
+    """Whether sequence parallelism is possible."""
     comments: tuple[str, ...] = ()
     """Lines on top."""
 

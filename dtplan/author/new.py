@@ -20,7 +20,7 @@ from dtplan.planner.bind import bind
 from dtplan.planner.meta import meta_model
 from dtplan.prove.edits import Edit
 from dtplan.prove.proof import OnLeg, prove
-from dtplan.prove.result import Proof
+from dtplan.prove.result import Finding, Proof
 from dtplan.prove.shrink import CannotProveError
 
 NOT_RUN = 2
@@ -102,15 +102,27 @@ def proved(
             again = proof if better is None else proof_of(plan_text(better), f"{new.draft.name}.yaml")
             if better is not None and again.verdict == "proved":
                 new, proof = dataclasses.replace(new, draft=better), again
+        if proof.verdict == "refuted" and (found := _where_cut(proof)):
+            new = _uncut(new, found)
+            proof = proof_of(plan_text(new.draft), f"{new.draft.name}.yaml")
     except (BindError, CannotProveError) as error:
         why = f"not proved: {_first_line(error)}"
         return _commented(new, (why,), schema, unproved=why)
     return _commented(dataclasses.replace(new, proof=proof), _verdict(proof), schema)
 
 
-def _stands(proof: Proof | None) -> bool:
-    """Whether a plan is proved, if not for sequence parallelism."""
-    return proof is not None and all(leg.verdict == "proved" for leg in proof.legs if not leg.leg.sequence_parallel)
+def _where_cut(proof: Proof) -> Finding | None:
+    """What was found where sequence parallelism cut the stream, if everything else was proved."""
+    found = [(leg.leg.sequence_parallel, finding) for leg in proof.legs for finding in leg.findings]
+    others = [leg.verdict for leg in proof.legs if not leg.leg.sequence_parallel]
+    return found[0][1] if found and all(cut for cut, _ in found) and set(others) == {"proved"} else None
+
+
+def _uncut(new: New, found: Finding) -> New:
+    """Without sequence parallelism, and why."""
+    seen = f"no sequence parallelism, since a proof refuted it: {found.name}: {found.kind}"
+    draft = dataclasses.replace(new.draft, cuts_stream=False, comments=(*new.draft.comments, seen))
+    return dataclasses.replace(new, draft=draft)
 
 
 def _with_choices(new: New, model: str, *, tp: Sequence[int], schema: str, on_leg: OnLeg) -> New:
@@ -122,7 +134,7 @@ def _with_choices(new: New, model: str, *, tp: Sequence[int], schema: str, on_le
         draft = dataclasses.replace(new.draft, rules=tuple(rule.chosen(number, WHOLE) for rule in new.draft.rules))
         tried = dataclasses.replace(new, draft=draft, text=plan_text(draft))
         found = proved(tried, model, tp=tp, schema=schema, on_leg=on_leg)
-        if _stands(found.proof):
+        if found.proof is not None and found.proof.verdict == "proved":
             return found
         if number == 0:
             why += f"; where every rank does all of it, {(found.unproved or found.summary).partition('; ')[2]}"

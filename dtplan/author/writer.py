@@ -33,7 +33,7 @@ def plan_text(draft: PlanDraft, *, schema: str = "plan.schema.json") -> str:
         lines.append(f"serves: {_flow(draft.serves)}")
     if draft.units:
         lines += ["units:", *_units(draft)]
-    lines.append("residual: {sequence_parallel: S(1), otherwise: R}")
+    lines.append(f"residual: {{sequence_parallel: {'S(1)' if draft.cuts_stream else 'R'}, otherwise: R}}")
     if draft.names:
         lines += ["names:", *(f"  {_key(name)}: {_flow(others)}" for name, others in draft.names.items())]
     lines += ["rules:", *_rules(draft.rules, 2)]

@@ -45,6 +45,7 @@ CODES: dict[str, str] = {
     "DTP413": "An FSDP unit that names nothing, or units of mixed dtype.",
     "DTP414": "A layout that no collective can reach from where the value is.",
     "DTP415": "A whole parameter among cut ones: the rule must say whether its gradient is a partial sum.",
+    "DTP416": "Sequence parallelism is asked for, and the plan says that the model's residual stream cannot be cut.",
 }
 
 _AREAS = {

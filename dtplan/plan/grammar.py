@@ -123,15 +123,17 @@ def _residual(reading: Reading, node: yaml.Node, **values: Any) -> Layout:
         message = f"`otherwise` is {otherwise}, only R is possible"
         reading.add("DTP207", node, message, "write otherwise: R")
     layout: Layout = values["sequence_parallel"]
-    if layout.word != "S":
+    if layout.word not in ("S", "R"):
         message = f"`sequence_parallel` is {layout}, the sequence dim must be cut"
-        reading.add("DTP207", node, message, "write sequence_parallel: S(1)")
+        reading.add("DTP207", node, message, "write sequence_parallel: S(1), or R where the stream cannot be cut")
     return layout
 
 
 RESIDUAL_LAYOUT: Kind[Layout] = record(
     {
-        "sequence_parallel": Key(LAYOUT, "the layout with sequence parallelism, as S(1)", required=True),
+        "sequence_parallel": Key(
+            LAYOUT, "the layout with sequence parallelism, as S(1); R: it is refused", required=True
+        ),
         "otherwise": Key(LAYOUT, "the layout without it: R"),
     },
     _residual,

@@ -201,7 +201,7 @@ class Plan:
     serves: tuple[str, ...] = ()
     units: Mapping[str, Unit]
     sequence_parallel: Layout = SEQUENCE
-    """The residual stream's layout under sequence parallelism; otherwise it is ``R``."""
+    """The residual stream's layout under sequence parallelism, ``R`` where it cannot be cut; otherwise it is ``R``."""
     rules: tuple[Rule, ...]
     variants: tuple[Variant, ...] = ()
     ties: tuple[Tie, ...] = ()

@@ -94,6 +94,7 @@ def bind(
     found = find_plan(model, plan, tp=tp)
     layouts = layouts_for(found.sequence_parallel, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     binder = _Binder(model, found, layouts, tp)
+    binder.refuse_switches(sequence_parallel=sequence_parallel)
     modules = binder.modules()
     units, fsdp_units = tuple(binder.units.values()), binder.fsdp_units()
     if binder.findings:
@@ -157,6 +158,12 @@ class _Binder:
             )
             self._add("DTP410", None, message, "give the linear layers `colwise` and `rowwise` rules")
         return tuple(bound)
+
+    def refuse_switches(self, *, sequence_parallel: bool) -> None:
+        """Sequence parallelism where the plan says that the stream stays whole."""
+        if sequence_parallel and self.plan.sequence_parallel == R:
+            message = "sequence_parallel is on, and the plan's residual stream stays whole (`sequence_parallel: R`)"
+            self._add("DTP416", None, message, "turn sequence_parallel off")
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Module name in this model -> its other names, for checkpoints."""

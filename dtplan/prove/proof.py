@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dtplan import __version__
 from dtplan._errors import ApplyError, BindError
-from dtplan.plan.spec import Plan
+from dtplan.plan.spec import Plan, R
 from dtplan.planner.bind import find_plan
 from dtplan.planner.meta import meta_model
 from dtplan.prove.diagnose import diagnose
@@ -71,7 +71,7 @@ def prove(
         plan: a built-in's name, a file, a Plan, or ``"auto"``.
         model: a model folder, a config.json, or a name that transformers knows; its weights are not read.
         tp: degrees (ranks).
-        sequence_parallel: which settings of the switch.
+        sequence_parallel: which settings of the switch; "both" is "off" for a plan whose stream stays whole.
         loss_parallel: which settings of that switch, each with all of the other.
         fsdp: also wrap with FSDP2, over `shard` and over `replicate` x `shard`.
         seed: of weights and tokens.
@@ -87,6 +87,8 @@ def prove(
     """
     real = meta_model(model)
     found = find_plan(real, plan, tp=max(tp))
+    if found.sequence_parallel == R and sequence_parallel == "both":
+        sequence_parallel = "off"
     config, choices = shrink(real.config, tp, type(real))
     if sizes:
         config = rebuilt(config, sizes)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dtplan._errors import BindError, DtplanError
-from dtplan.plan.spec import Plan
+from dtplan.plan.spec import Plan, R
 from dtplan.planner.bind import bind, find_plan
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.ledger import Ledger, ledger
@@ -189,6 +189,7 @@ class _Tp:
         self.model, self.plan, self.ask, self.tp = model, plan, ask, tp
         self.ranks = ask.gpus // tp
         self.times = ask.batch // self.ranks // ask.micro
+        self.cuts_stream = tp > 1 and ask.sequence % tp == 0 and find_plan(model, plan, tp=tp).sequence_parallel != R
         self._cut: Cut | None = None
         self._bound: dict[tuple[bool, Layers], BoundPlan] = {}
         self._traced: dict[Switches, Traced] = {}
@@ -209,11 +210,10 @@ class _Tp:
 
     def others(self, row: Row) -> Iterator[Variant]:
         """A layout with everything that can be switched; TransformerEngine's layers where it has any."""
-        ask = self.ask
         kinds: tuple[Layers, ...] = ("torch", "te", "fp8") if self._may_fuse() else ("torch",)
         for layers in kinds:
             for checkpointing in (False, True):
-                for sequence_parallel in (False, True) if self.tp > 1 and ask.sequence % self.tp == 0 else (False,):
+                for sequence_parallel in (False, True) if self.cuts_stream else (False,):
                     switches = Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=layers)
                     yield self._variant(row.shard, row.replicate, switches)
 
@@ -226,7 +226,7 @@ class _Tp:
         for checkpointing in (False, True) if ask.checkpointing is None else (ask.checkpointing,):
             both = (False, True) if ask.sequence_parallel is None else (ask.sequence_parallel,)
             for sequence_parallel in both if self.tp > 1 else (False,):
-                if not (sequence_parallel and ask.sequence % self.tp):
+                if self.cuts_stream or not sequence_parallel:
                     yield Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=ask.layers)
 
     def _variant(self, shard: int, replicate: int, switches: Switches) -> Variant:
