@@ -260,7 +260,7 @@ def write(workers: list[Worker], rates: list[float], args: argparse.Namespace, l
     if not args.json:
         return
     rows, rate = rows_of(workers, rates, args)
-    settings = {key: value for key, value in vars(args).items() if key not in ("json", "modes", "logs")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("json", "modes", "logs", "plot")}
     found = {"matrix_tflops": rate / 1e12, "versions": _versions(), "environment": _environment()}
     data = {**found, **settings, "rows": rows, "failed": failed(workers), "longer": longer}
     args.json.write_text(json.dumps(data, indent=2) + "\n")
