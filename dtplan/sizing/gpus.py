@@ -22,7 +22,9 @@ class Gpu:
     """FLOP/s of torch's flash attention, forward."""
     attention_backward: float
     memory_rate: float
-    """Bytes/s that elementwise kernels read and write."""
+    """Bytes/s that elementwise kernels read and write in eager code."""
+    merged_rate: float
+    """Bytes/s that kernels read and write which a compiler merged."""
     link: float
     """Bytes/s that a GPU sends to others of its host in a ring."""
     network: float
@@ -43,7 +45,8 @@ def _scaled(name: str, gib: int, *, bf16: float, fp8: float | None, hbm: float, 
         fp8=None if fp8 is None else fp8 * 1e12 * 0.57,
         attention=bf16 * 1e12 * 0.59,
         attention_backward=bf16 * 1e12 * 0.42,
-        memory_rate=hbm * 1e12 * 0.63,
+        memory_rate=hbm * 1e12 * 0.54,
+        merged_rate=hbm * 1e12 * 0.71,
         link=nvlink * 1e9 * 0.62,
         network=net * 1e9 * 0.85,
     )
@@ -57,11 +60,12 @@ GPUS: dict[str, Gpu] = {
     "h200": Gpu(
         name="H200",
         memory=141_000_000_000,
-        matrix=680e12,
-        fp8=1120e12,
+        matrix=750e12,
+        fp8=1360e12,
         attention=580e12,
         attention_backward=419e12,
-        memory_rate=3.05e12,
+        memory_rate=2.6e12,
+        merged_rate=3.4e12,
         link=280e9,
         network=42e9,
         measured=True,

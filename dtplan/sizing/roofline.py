@@ -58,6 +58,7 @@ _KINDS = {
     "matrix": "matrix products",
     "fp8": "matrix products in FP8",
     "attention": "attention",
+    "merged": "merged kernels",
     "other": "norms, activations, sums, copies, loss",
 }
 
@@ -78,6 +79,7 @@ def _kernels(traced: Traced, links: Links, times: int) -> Iterator[Term]:
         "fp8": f"{work['fp8'] / 1e12:.1f} TFLOP at {(gpu.fp8 or gpu.matrix) / 1e12:.0f} TFLOP/s",
         "attention": f"{work['attention'] / 1e12:.1f} TFLOP at {gpu.attention / 1e12:.0f} TFLOP/s forward, "
         f"{gpu.attention_backward / 1e12:.0f} backward",
+        "merged": f"{moved['merged'] / 1e9:.1f} GB read and written at {gpu.merged_rate / 1e12:.1f} TB/s",
         "other": f"{moved['other'] / 1e9:.1f} GB read and written at {gpu.memory_rate / 1e12:.1f} TB/s",
     }
     for kind, name in _KINDS.items():
