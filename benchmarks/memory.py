@@ -167,8 +167,8 @@ def predicted(case: Case, world: int) -> tuple[Peak, Estimate]:
         fp8=case.has("fp8"),
         compiled=case.has("compile"),
     )
-    optimizer: Optimizer = "adamw" if case.has("adamw") else "sgd"
-    found = peak(traced, bound, precision, optimizer)
+    optimizer: Optimizer | None = "adamw" if case.has("adamw") else None
+    found = peak(traced, bound, precision, optimizer or "sgd")
     links = Links(GPUS["h200"], degrees, per_host=8)
     guess = estimate(traced, bound, found.held, links, optimizer=optimizer, precision=precision)
     return found, guess

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dtplan.sizing.watch import Op, Watch, bytes_of
+from dtplan.sizing.watch import Op, Watch, bytes_of, local_tensors
 
 
 class View(NamedTuple):
@@ -77,7 +76,8 @@ class Flow(Watch):
     def _follow(self, tensor: Tensor, *, counted: bool = True) -> bool:
         fresh = super()._follow(tensor, counted=counted)
         if fresh:
-            storage = _local(tensor).untyped_storage()
+            (local,) = local_tensors([tensor])
+            storage = local.untyped_storage()
             self._numbers[storage._cdata] = len(self.lives)
             self.lives.append(Life(storage.nbytes(), self._held[storage._cdata], first=len(self.moments)))
         return fresh
@@ -87,11 +87,7 @@ class Flow(Watch):
         self.lives[self._numbers.pop(key)].last = len(self.moments) - 1
 
     def _views(self, tensors: Iterable[Tensor]) -> Iterator[View]:
-        for tensor in map(_local, tensors):
+        for tensor in local_tensors(tensors):
             number = self._numbers.get(tensor.untyped_storage()._cdata)
             if number is not None:  # None: on another device
-                yield View(number, tensor.storage_offset(), bytes_of(tensor))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                yield View(number, int(tensor.storage_offset()), bytes_of(tensor))

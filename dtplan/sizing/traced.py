@@ -43,7 +43,6 @@ from dtplan.te.fuse import Fusing
 from dtplan.te.imagined import imagined
 from dtplan.te.rebind import rebound
 
-
 _LOSS = "loss"
 """Where the kernels of the loss over cut logits run, which are in no module."""
 
