@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -122,8 +123,13 @@ def test_what_two_kernels_read_is_written_by_one_and_read_by_the_other() -> None
 
 
 def test_what_can_wait_is_computed_where_it_is_read() -> None:
-    """The sine could run before the first product, whose output it is added to; it would be written and read again."""
-    assert moved(steps(Block(lambda x, a: x.sin() + a))[0]) == 3
+    """Sine and power could run before the first product, whose output is added; they would be written and read again."""
+
+    def late(x: Tensor, a: Tensor) -> Tensor:
+        sine = x.sin()
+        return sine.exp() + a + sine
+
+    assert moved(steps(Block(late))[0]) == 3
 
 
 def test_a_sum_over_rows_reads_again() -> None:
@@ -319,7 +325,7 @@ def test_compiled_steps_of_long_sequences(mode: str, sequence: int) -> None:
     name = f"{mode}+compile"
     longer = LONG["longer"].get(str(sequence), {})
     seen = longer[name] if longer else next(row for row in LONG["rows"] if row["mode"] == name)
-    took = seen.get("ms") or min(seen["seconds"]) * 1e3
+    took = seen.get("ms") or statistics.median(seen["seconds"]) * 1e3
     memory, time = on_h200s(mode, ranks=2, layers=8, rows=1, sequence=sequence)
     assert memory == pytest.approx(seen["peak_gib"], rel=0.013 if "te" in mode else 0.002)
     assert time == pytest.approx(took, rel=0.07)
