@@ -116,14 +116,14 @@ def test_what_two_kernels_read_is_written_by_one_and_read_by_the_other() -> None
 
     class Residual(Block):
         def forward(self, x: Tensor) -> Tensor:
-            stream = x + self.first(x)
+            stream = x + self.first(x) + self.second(x)
             return stream + self.second(stream.sin())
 
-    assert moved(steps(Residual(chain))[0]) == 4 + 3  # x, product -> stream, sine; stream, product -> sum
+    assert moved(steps(Residual(chain))[0]) == 5 + 3  # x, two products -> stream, sine; stream, product -> sum
 
 
 def test_what_can_wait_is_computed_where_it_is_read() -> None:
-    """Sine and power could run before the first product, whose output is added; they would be written and read again."""
+    """Sine and power could run before the first product, whose output is added, and would be written and read again."""
 
     def late(x: Tensor, a: Tensor) -> Tensor:
         sine = x.sin()
