@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -28,7 +29,7 @@ from dtplan.sizing.merged import merged
 from dtplan.sizing.peak import peak
 from dtplan.sizing.roofline import estimate
 from dtplan.sizing.schedule import Links
-from dtplan.sizing.traced import Traced, cut_model, traced_step
+from dtplan.sizing.traced import Traced, cut_model, gpu_attention, traced_step
 from dtplan.sizing.watch import Segment
 from tests.models import batch, build, llama, neox, on_meta
 
@@ -89,11 +90,38 @@ def test_a_chain_between_products_reads_its_input_and_writes_its_output_once() -
     assert [op.kind for op in forward.ops] == ["matrix", "merged", "matrix"]
 
 
+def test_parts_of_what_is_read_are_read_with_it() -> None:
+    """As in rope, which adds a tensor and its swapped halves."""
+    half = WIDTH // 2
+    swapped = Block(lambda _, a: a + torch.cat((a[:, half:].neg(), a[:, :half]), -1))
+    assert moved(steps(swapped)[0]) == 2
+
+
 def test_what_only_merged_kernels_read_is_not_held() -> None:
     """Of sin, mul and exp autograd saves three; the kernel of backward begins again with the product's output."""
     forward, eager = steps(Block(chain))[0], steps(Block(chain), lambda _: "")[0]
     assert forward.change == 3 * SIZE  # both products' outputs, and what the second product reads
     assert eager.change == 4 * SIZE
+
+
+def test_what_was_used_last_is_freed_though_a_variable_names_it() -> None:
+    """`Block.forward` names the first product's output while the second product runs."""
+    block = Block(lambda _, a: a + 1)
+    assert steps(block)[0].above == 2 * SIZE
+    assert steps(block, lambda _: "")[0].above == 3 * SIZE
+
+
+def test_a_gradient_stays_though_it_was_read() -> None:
+    """As a hook reads it, before it is added to the parameter's."""
+
+    def hook(grad: Tensor) -> None:
+        grad.cos()
+
+    def between(x: Tensor, a: Tensor) -> Tensor:
+        x.register_hook(hook)
+        return chain(x, a)
+
+    assert steps(Block(between))[1].change == steps(Block(chain))[1].change
 
 
 def test_what_a_product_reads_in_backward_is_held() -> None:
@@ -162,18 +190,22 @@ def test_a_value_of_another_call_is_not_computed_again() -> None:
 
 
 def test_where_nothing_is_compiled_the_figures_are_those_of_the_watch() -> None:
+    """Also where a kernel allocates for itself, as flash attention's backward."""
     config = llama(attn_implementation="sdpa", num_key_value_heads=2)
     model, ids = on_meta(config).to(torch.bfloat16), torch.zeros(2, 16, dtype=torch.long, device="meta")
-    flow = Flow([ids, *model.parameters(), *model.buffers()])
-    with flow:
+    query = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    flow = Flow([ids, query, *model.parameters(), *model.buffers()])
+    with flow, gpu_attention():
         flow.begin("forward", "")
         loss = model(input_ids=ids, labels=ids).loss
         flow.begin("backward", "")
         loss.backward()
         flow.begin("after", "")
+        F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
         flow.end()
     found = merged(flow, lambda _: "")
     assert found == flow.segments
+    assert found[2].above > 64 * 2 * 64 * (4 + 4 * 2)  # queries in float32, and four tensors
 
 
 # --------------------------------------------------------------------------------------------------------- traced step

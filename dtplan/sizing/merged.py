@@ -136,18 +136,12 @@ class _Merging:
                 yield moment.op
                 continue
             size, written = 0, [view for view in moment.writes if self.held[view.storage]]
-            for view in (*self._from_outside(at, place), *written) if written else ():
+            for view in (*self.reads[at], *written) if written else ():
                 views, whole = moved[place, written[0].bytes, view.storage], self.lives[view.storage].bytes
                 size -= min(whole, sum(v.bytes for v in views))
                 views.add(view)
                 size += min(whole, sum(v.bytes for v in views))
             yield replace(moment.op, kind="merged", bytes=size) if size else None
-
-    def _from_outside(self, at: int, place: Place) -> Iterator[View]:
-        """What an operator reads that its own kernel does not make."""
-        for view in self.reads[at]:
-            if all(self.places[by] != place for by in self.writers[view.storage]):
-                yield view
 
     def _alive(self) -> list[int]:
         """Bytes at every moment, and after the last."""
