@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 1 benchmarks/memory.py [--rates] [--json FILE] [CASE ...]
     torchrun --nproc-per-node 2 benchmarks/memory.py ...
+    python benchmarks/memory.py --again FILE [--ranks N] [--json FILE]      # predict again what was measured; no GPU
 
 A case is a model of shapes.json with a number of layers, and words: `llama2-7b:8 tp=2 sp ckpt adamw`. Words: `tp=N`,
 `shard=N` (default: what is left of the ranks), `sp` (sequence parallelism), `ckpt` (activation checkpointing), `adamw`
@@ -56,6 +57,9 @@ CASES = {
         "llama2-7b:8 rows=2 te fp8=current",
         "llama2-7b:8 rows=2 te fp8=delayed adamw",
         "llama2-7b:8 rows=2 te fp8=delayed ckpt",
+        "neox-20b:3 rows=1 te",
+        "llama2-7b:8 rows=2 compile",
+        "llama2-7b:8 rows=2 te compile",
         "llama2-7b:8 rows=2 te fp8=delayed compile",
     ],
     2: [
@@ -69,6 +73,8 @@ CASES = {
         "llama2-7b:8 tp=2 rows=2 sp te",
         "llama2-7b:8 tp=2 rows=2 te fp8=delayed",
         "llama2-7b:8 tp=2 rows=2 sp te fp8=delayed adamw",
+        "neox-20b:6 tp=2 rows=2 te compile",
+        "llama2-7b:8 tp=2 rows=2 compile",
         "llama2-7b:8 tp=2 rows=2 te compile",
         "llama2-7b:8 tp=2 rows=1 seq=16384 sp te fp8=delayed compile",
     ],
@@ -167,8 +173,8 @@ def predicted(case: Case, world: int) -> tuple[Peak, Estimate]:
         fp8=case.has("fp8"),
         compiled=case.has("compile"),
     )
-    optimizer: Optimizer = "adamw" if case.has("adamw") else "sgd"
-    found = peak(traced, bound, precision, optimizer)
+    optimizer: Optimizer | None = "adamw" if case.has("adamw") else None
+    found = peak(traced, bound, precision, optimizer or "sgd")
     links = Links(GPUS["h200"], degrees, per_host=8)
     guess = estimate(traced, bound, found.held, links, optimizer=optimizer, precision=precision)
     return found, guess
@@ -300,7 +306,12 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rates", action="store_true", help="also measure the machine's rates")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", type=Path, metavar="FILE", help="an earlier --json: predict its cases again")
+    parser.add_argument("--ranks", type=int, default=1, help="of --again")
     args = parser.parse_args()
+    if args.again is not None:
+        again(args.again, args.ranks, args.json)
+        return
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     began = time.monotonic()
     cases = [Case.of(text) for text in args.cases or (CASES[world] if args.device == "cuda" else DRY)]
@@ -335,6 +346,16 @@ def main() -> None:
                 json.dumps({"torch": torch.__version__, "rows": rows, "rates": found}, indent=2) + "\n"
             )
     dist.destroy_process_group()
+
+
+def again(file: Path, ranks: int, out: Path | None) -> None:
+    """What was measured, beside what is said of it now."""
+    data = json.loads(file.read_text())
+    for row in data["rows"]:
+        row.update(told(predicted(Case.of(row["case"]), ranks)))
+        print(line(row), flush=True)
+    if out is not None:
+        out.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def told(prediction: tuple[Peak, Estimate]) -> dict[str, Any]:

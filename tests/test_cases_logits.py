@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import dtplan
 from dtplan import ApplyError
-from dtplan.planner.loss import _KERNELS, Kernels
+from dtplan.planner.loss import KERNELS, Kernels
 from dtplan.prove.oracle import whole
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.simulated import simulated_ranks
@@ -221,7 +221,7 @@ def test_b63_a_kernel_sees_its_rank_s_columns_and_no_index_beyond_them(vocabular
         cut = distribute_tensor(logits, mesh_of(tp), [Shard(1)])
         columns = cut.to_local().shape[1]
         cut.requires_grad_()
-        kernels = Kernels(*(fused(k, columns, at) for k, at in zip(_KERNELS, (None, 1, 2), strict=True)))
+        kernels = Kernels(*(fused(k, columns, at) for k, at in zip(KERNELS, (None, 1, 2), strict=True)))
         loss = dtplan.cross_entropy(cut, labels, compiled=kernels)
         loss.backward()
         return loss.detach(), columns

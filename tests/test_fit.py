@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, OPTCon
 
 import dtplan
 from dtplan.cli import cli
-from dtplan.planner import loss
 from dtplan.planner.ledger import ledger
 from dtplan.planner.memory import Precision
 from dtplan.prove.pool import GlooPool
@@ -33,7 +32,7 @@ from dtplan.sizing.fit import Ask, Fit, FitError, fit
 from dtplan.sizing.gpus import GPUS
 from dtplan.sizing.peak import WORKSPACE, peak
 from dtplan.sizing.schedule import Links
-from dtplan.sizing.traced import _MERGED, Cut, Traced, TraceError, cut_model, traced_step
+from dtplan.sizing.traced import Cut, Traced, TraceError, cut_model, traced_step
 from dtplan.sizing.watch import Segment, Watch, local_tensors, watched_storages, watched_units
 from dtplan.te.choose import choose
 from dtplan.te.rebind import rebound
@@ -297,51 +296,6 @@ def test_fp8_keeps_quantised_weights_unless_fsdp_gathers_them_again() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- estimate
-
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-SEEN = [
-    ("step-llama2-7b-16layers-2xH200-peers", 4096, 2),
-    ("sequences-llama2-7b-8layers-2xH200", 16384, 1),
-    ("sequences-llama2-7b-8layers-2xH200", 65536, 1),
-]
-
-
-@pytest.mark.parametrize(("file", "sequence", "rows"), SEEN)
-def test_the_peak_of_compiled_fused_layers_is_that_of_h200s(file: str, sequence: int, rows: int) -> None:
-    """Within 2 % of what was measured at tp 2."""
-    data = json.loads((RESULTS / f"{file}.json").read_text())
-    layers = data["layers"]
-    config = LlamaConfig(intermediate_size=11008, num_hidden_layers=layers, max_position_embeddings=65536)  # else 7B's
-    checked = 0
-    for row in data["rows"]:
-        words = row["mode"].removesuffix("+compile").split()
-        if not row["mode"].startswith("dtplan te") or "graph" in row["mode"]:
-            continue
-        seen = row if sequence == data["sequence"] else data["longer"][str(sequence)][row["mode"]]
-        options = {"sequence_parallel": "sp" in words, "te": True, "fp8": "fp8" in words, "compiled": True}
-        found = traced(config, tp=2, rows=rows, sequence=sequence, **options)
-        bound = dtplan.bind(on_meta(config), tp=2, loss_parallel=True, sequence_parallel="sp" in words)
-        total = peak(found, bound, BF16, "sgd").total
-        assert total / 2**30 == pytest.approx(seen["peak_gib"], rel=0.02), row["mode"]
-        checked += 1
-    assert checked == 2
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_compiled_loss_is_sized_by_kernels_with_the_right_results(dtype: torch.dtype, smoothing: float) -> None:
-    """What stands for a compiler's kernels makes tensors like those of the loss itself."""
-    x, index, own = torch.randn(4, 8, dtype=dtype), torch.zeros(4, dtype=torch.long), torch.ones(4, dtype=torch.bool)
-    per_row = torch.ones(4)
-    arguments = {
-        "largest": (x,),
-        "terms": (x, per_row, index, own, smoothing),
-        "gradient": (x, per_row, per_row, index, own, per_row, smoothing, 0.0),
-    }
-    for name, given in arguments.items():
-        real, merged = (getattr(kernels, name)(*given) for kernels in (loss._KERNELS, _MERGED))
-        assert (merged.shape, merged.dtype) == (real.shape, real.dtype)
 
 
 def test_matrix_work_is_six_flop_a_weight_and_token() -> None:

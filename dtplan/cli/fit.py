@@ -72,7 +72,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--te", is_flag=True, help="With TransformerEngine's layers where the plan names them.")
 @click.option("--fp8", is_flag=True, help="With TransformerEngine's layers, in FP8.")
-@click.option("--compiled", is_flag=True, help="With dtplan.compile_model; an upper bound without --te or --fp8.")
+@click.option("--compiled", is_flag=True, help="With dtplan.compile_model.")
 @click.option("--explain", is_flag=True, help="Also what every number is made of.")
 @click.option("--trace", metavar="FILE", help="Write the chosen layout's step as a Chrome trace, for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")

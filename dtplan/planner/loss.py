@@ -146,7 +146,7 @@ def _of_parts(
 ) -> Tensor:
     local, group = _columns(logits)
     flat = local.reshape(len(labels), local.shape[-1])
-    kernels = _KERNELS if compiled is None else _compiled_kernels(compiled) if isinstance(compiled, str) else compiled
+    kernels = KERNELS if compiled is None else _compiled_kernels(compiled) if isinstance(compiled, str) else compiled
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat, labels, group, logits.shape[-1], ignore_index, label_smoothing, kernels
     )
@@ -186,12 +186,12 @@ def _gradient(
     return (found * grad.unsqueeze(-1)).to(x.dtype)
 
 
-_KERNELS = Kernels(_largest, _terms, _gradient)
+KERNELS = Kernels(_largest, _terms, _gradient)
 
 
 @functools.cache
 def _compiled_kernels(backend: str) -> Kernels:
-    return Kernels(*(torch.compile(kernel, backend=backend) for kernel in _KERNELS))
+    return Kernels(*(torch.compile(kernel, backend=backend) for kernel in KERNELS))
 
 
 class _CrossEntropy(torch.autograd.Function):

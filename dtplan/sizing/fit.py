@@ -71,7 +71,7 @@ class Ask:
     checkpointing: bool | None = None
     layers: Layers = "torch"
     compiled: bool = False
-    """Whether `dtplan.compile_model` follows; what it saves in layers that are not fused is not counted."""
+    """Whether `dtplan.compile_model` follows."""
     tp: int | None = None
     """None: all degrees that divide the GPUs, within a host if any of them fits."""
 

@@ -19,10 +19,12 @@ class Gpu:
     fp8: float | None
     """The same in FP8; None: it has none."""
     attention: float
-    """FLOP/s of torch's flash attention, forward."""
+    """FLOP/s of torch's flash attention in long sequences, forward."""
     attention_backward: float
     memory_rate: float
-    """Bytes/s that elementwise kernels read and write."""
+    """Bytes/s that elementwise kernels read and write in eager code."""
+    merged_rate: float
+    """Bytes/s that kernels read and write which a compiler merged."""
     link: float
     """Bytes/s that a GPU sends to others of its host in a ring."""
     network: float
@@ -39,11 +41,12 @@ def _scaled(name: str, gib: int, *, bf16: float, fp8: float | None, hbm: float, 
     return Gpu(
         name=name,
         memory=gib * GIB,
-        matrix=bf16 * 1e12 * 0.69,
-        fp8=None if fp8 is None else fp8 * 1e12 * 0.57,
-        attention=bf16 * 1e12 * 0.59,
-        attention_backward=bf16 * 1e12 * 0.42,
-        memory_rate=hbm * 1e12 * 0.63,
+        matrix=bf16 * 1e12 * 0.73,
+        fp8=None if fp8 is None else fp8 * 1e12 * 0.69,
+        attention=bf16 * 1e12 * 0.62,
+        attention_backward=bf16 * 1e12 * 0.455,
+        memory_rate=hbm * 1e12 * 0.54,
+        merged_rate=hbm * 1e12 * 0.625,
         link=nvlink * 1e9 * 0.62,
         network=net * 1e9 * 0.85,
     )
@@ -52,16 +55,18 @@ def _scaled(name: str, gib: int, *, bf16: float, fp8: float | None, hbm: float, 
 GPUS: dict[str, Gpu] = {
     "a100": _scaled("A100", 80, bf16=312, fp8=None, hbm=2.04, nvlink=300, net=25),
     "h100": _scaled("H100", 80, bf16=989, fp8=1979, hbm=3.35, nvlink=450, net=50),
-    # Large products alone reach 786 TFLOP/s there, and a plain product of two tensors 4.2 TB/s; within eager steps they
-    # come to these (benchmarks/memory.py, a dozen models and switches). Attention and links are measured alone.
+    # Products as profiles of whole steps show them (docs/speed.md); alone, large ones in bf16 reach 790 TFLOP/s.
+    # Attention by a step of 16384 tokens; alone, 4096 tokens reach 572 and 424. A plain product of two tensors reaches
+    # 4.2 TB/s; eager steps come to 2.6. Merged kernels alone reach 3.0 to 4.2. Links are measured alone.
     "h200": Gpu(
         name="H200",
         memory=141_000_000_000,
-        matrix=680e12,
-        fp8=1120e12,
-        attention=580e12,
-        attention_backward=419e12,
-        memory_rate=3.05e12,
+        matrix=725e12,
+        fp8=1360e12,
+        attention=610e12,
+        attention_backward=450e12,
+        memory_rate=2.6e12,
+        merged_rate=3.0e12,
         link=280e9,
         network=42e9,
         measured=True,

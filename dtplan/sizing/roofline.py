@@ -1,6 +1,6 @@
 """The time of a step, term by term: what the lanes of a schedule add up to, and what of it is waited for.
 
-What is not in it: the host's time to launch, stragglers, and what a compiler merges.
+What is not in it: the host's time to launch, and stragglers.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def estimate(
     held: Held,
     links: Links,
     *,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     precision: Precision,
     times: int = 1,
 ) -> Estimate:
-    """The step of one rank, which runs forward and backward ``times`` times, then the optimizer."""
+    """The step of one rank, which runs forward and backward ``times`` times, then the optimizer, if there is one."""
     laid = schedule(traced, bound, precision, links)
     terms = [*_kernels(traced, links, times), *_tp(traced, links, times), *_fsdp(laid, links, times)]
-    terms.append(_optimizer(held, optimizer, precision, links.gpu))
+    terms += [] if optimizer is None else [_optimizer(held, optimizer, precision, links.gpu)]
     kept = tuple(term for term in terms if term.seconds)
     return Estimate(seconds=sum(term.exposed for term in kept), terms=kept)
 
@@ -58,6 +58,7 @@ _KINDS = {
     "matrix": "matrix products",
     "fp8": "matrix products in FP8",
     "attention": "attention",
+    "merged": "merged norms, activations, sums, copies, loss",
     "other": "norms, activations, sums, copies, loss",
 }
 
@@ -78,6 +79,7 @@ def _kernels(traced: Traced, links: Links, times: int) -> Iterator[Term]:
         "fp8": f"{work['fp8'] / 1e12:.1f} TFLOP at {(gpu.fp8 or gpu.matrix) / 1e12:.0f} TFLOP/s",
         "attention": f"{work['attention'] / 1e12:.1f} TFLOP at {gpu.attention / 1e12:.0f} TFLOP/s forward, "
         f"{gpu.attention_backward / 1e12:.0f} backward",
+        "merged": f"{moved['merged'] / 1e9:.1f} GB read and written at {gpu.merged_rate / 1e12:.1f} TB/s",
         "other": f"{moved['other'] / 1e9:.1f} GB read and written at {gpu.memory_rate / 1e12:.1f} TB/s",
     }
     for kind, name in _KINDS.items():

@@ -92,7 +92,8 @@ def op_seconds(op: Op, links: Links) -> float:
         return links.seconds(op.name, op.bytes, "tp")
     rates = {"fp8": gpu.fp8 or gpu.matrix, "attention": gpu.attention}
     rate = gpu.attention_backward if op.name.endswith("attention_backward") else rates.get(op.kind, gpu.matrix)
-    return max(op.flops / rate, op.bytes / gpu.memory_rate, gpu.kernel if op.bytes else 0.0)
+    memory_rate = gpu.merged_rate if op.kind == "merged" else gpu.memory_rate
+    return max(op.flops / rate, op.bytes / memory_rate, gpu.kernel if op.bytes else 0.0)
 
 
 def schedule(traced: Traced, bound: BoundPlan, precision: Precision, links: Links) -> Schedule:

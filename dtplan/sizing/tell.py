@@ -154,12 +154,13 @@ EXPLAINED = {
     "falls during backward, while gradients grow",
     "temporaries": "FSDP2's gathered units and buffers, gradients on their way, what operators and kernels allocate "
     "for a moment, and cuBLAS's 64 MiB, at the moment that is worst in all",
-    "compiled": "the loss makes no float32 copy of the logits; of layers that are not fused a compiler keeps less yet",
+    "compiled": "between products, attention and collectives a compiler makes one kernel of all, and recomputes in "
+    "backward what such kernels can; TransformerEngine's layers stay as they are",
     "usable": "the GPU's memory less --reserve: CUDA, NCCL and fragmentation are not in a peak",
     "calls, GB sent": "of one rank: a ring sends 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter. "
     "Checkpointing repeats a layer's calls of forward, which count in the time",
     "step": "each kernel takes the larger of its FLOP and its bytes, at rates that steps sustain; collectives on tp "
-    "are waited for, FSDP2's run beside kernels and count as far as they last longer. Eager code; launches are free",
+    "are waited for, FSDP2's run beside kernels and count as far as they last longer. Launches are free",
 }
 
 

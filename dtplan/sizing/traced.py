@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +32,19 @@ from dtplan.planner.apply import guard, shard_on_tp
 from dtplan.planner.bind import bind
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.fsdp import checkpoint_units
-from dtplan.planner.loss import Kernels, causal_lm_loss
+from dtplan.planner.loss import KERNELS, Kernels, causal_lm_loss
 from dtplan.planner.memory import unit_of
+from dtplan.sizing.flow import Flow
+from dtplan.sizing.merged import merged
 from dtplan.sizing.watch import Segment, Watch, local_tensors, watched_units
 from dtplan.te.choose import choose
+from dtplan.te.compiled import regions
 from dtplan.te.fuse import Fusing
 from dtplan.te.imagined import imagined
 from dtplan.te.rebind import rebound
+
+_LOSS = "loss"
+"""Where the kernels of the loss over cut logits run, which are in no module."""
 
 
 class TraceError(DtplanError, RuntimeError):
@@ -153,8 +159,7 @@ def traced_step(
     """Forward and backward of ``rows`` sequences of ``sequence`` tokens on one of ``tp`` ranks; nothing is computed.
 
     ``by_unit``: gradients of whole parameters are summed once a unit, as under FSDP2. ``te``: with TransformerEngine's
-    layers where the plan names them, ``fp8`` in FP8. ``compiled``: the loss over cut logits is, as by
-    `dtplan.compile_model`; what a compiler saves in layers is not known here.
+    layers where the plan names them, ``fp8`` in FP8. ``compiled``: as by `dtplan.compile_model`.
 
     Raises:
         TraceError: this process has a process group, or the model asks for values that meta tensors do not have.
@@ -171,11 +176,11 @@ def traced_step(
         if checkpointing:
             checkpoint_units(model, bound, 1, fusing.recomputing or _recomputed)
         guard(model, bound)
-        if compiled and loss_parallel:
-            model.loss_function = functools.partial(causal_lm_loss, compiled=_MERGED)  # type: ignore[assignment]
         units = [(name, model.get_submodule(name)) for name in bound.fsdp_units]
         ids = torch.zeros(rows, sequence, dtype=torch.long, device="meta")
-        watch = Watch([ids, *local_tensors([*model.parameters(), *model.buffers()])])
+        watch = (Flow if compiled else Watch)([ids, *local_tensors([*model.parameters(), *model.buffers()])])
+        if isinstance(watch, Flow) and loss_parallel:
+            model.loss_function = functools.partial(causal_lm_loss, compiled=_kernels(watch))  # type: ignore[assignment]
         watch.named(model.named_modules())
         try:
             _step(watch, model, units, ids)
@@ -185,25 +190,29 @@ def traced_step(
                 f"{type(model).__name__}: a step at tp {tp} cannot be followed on tensors without values: {told}; "
                 "`dtplan prove` says whether the plan is right, `dtplan show` sizes what is held between steps"
             ) from error
-    return _sorted(watch.segments, cut.stands_for, te=te or fp8)
+    segments = merged(watch, _compiled(units, fusing)) if isinstance(watch, Flow) else watch.segments
+    return _sorted(segments, cut.stands_for, te=te or fp8)
 
 
-# What a compiler makes of the loss: each kernel reads the logits once, and writes its result and nothing else.
+def _kernels(flow: Flow) -> Kernels:
+    """Those of the loss, which are compiled one by one."""
+    named = KERNELS._asdict().items()
+    return Kernels(**{name: flow.within(f"{_LOSS}.{name}", kernel) for name, kernel in named})
 
 
-def _largest(x: Tensor) -> Tensor:
-    return x.amax(-1).float()
+def _compiled(units: list[tuple[str, nn.Module]], fusing: Fusing) -> Callable[[str], str]:
+    """Of a module, the region that `dtplan.compile_model` compiles and in which it lies; '' for fused layers."""
+    found = {f"{_LOSS}.{name}" for name in Kernels._fields}
+    for name, unit in units:
+        found |= {f"{name}.{region}" for region in regions(unit)} or {name}
+    sealed = {layer.name for layer in fusing.choice.fused if layer.layer != "DotProductAttention"}
 
+    @functools.cache
+    def region(module: str) -> str:
+        within = [".".join(module.split(".")[:depth]) for depth in range(1, module.count(".") + 2)]
+        return "" if sealed.intersection(within) else next((name for name in within if name in found), "")
 
-def _terms(x: Tensor, largest: Tensor, index: Tensor, own: Tensor, smoothing: float) -> Tensor:
-    return torch.stack([x.sum(-1).float()] * (3 if smoothing else 2))
-
-
-def _gradient(x: Tensor, *_: Any) -> Tensor:
-    return x.neg()
-
-
-_MERGED = Kernels(_largest, _terms, _gradient)
+    return region
 
 
 def fused(model: nn.Module, bound: BoundPlan, *, fp8: bool, fsdp: bool = False) -> Fusing:

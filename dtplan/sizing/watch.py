@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Kind = Literal["matrix", "fp8", "attention", "collective", "other"]
+Kind = Literal["matrix", "fp8", "attention", "collective", "other", "merged"]
+"""``merged``: other kernels that a compiler put together (`dtplan.sizing.merged`)."""
 _BLOCK = 512
 """Bytes to which the CUDA caching allocator rounds (torch 2.11 to 2.14)."""
 
@@ -118,8 +119,13 @@ class Watch(TorchDispatchMode):
             inside = _inside(func, args)
             segment.peak = max(segment.peak, self.live + inside)
             if (any(fresh) or func._schema.is_mutable) and func is not _WAIT:
-                segment.ops.append(dataclasses.replace(_op(func, args, kwargs, made), module=self._module()))
+                read = read_by(func, args, kwargs)
+                segment.ops.append(dataclasses.replace(_op(func, args, kwargs, read, made), module=self._module()))
+                self.ran(segment.ops[-1], read, made, inside)
         return out
+
+    def ran(self, op: Op, read: list[Tensor], written: list[Tensor], inside: int) -> None:
+        """An operator ran: for those who want to know what it read and wrote, and allocated for itself."""
 
     def _follow(self, tensor: Tensor, *, counted: bool = True) -> bool:
         """Whether the storage is new."""
@@ -236,9 +242,16 @@ def _on_gradient(watch: Watch, value: Any, to: tuple[str, str]) -> None:
         first.register_hook(lambda _grad: watch.begin(*to))
 
 
-def _op(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Op:
-    read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    size = sum(_bytes(t) for t in (*read, *made))
+def read_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operator reads; of some it only takes the shape."""
+    name = func._schema.name.partition("::")[2]
+    if name.startswith("new_") or name.endswith("_like"):
+        return []
+    return [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+
+
+def _op(func: Any, args: Any, kwargs: Any, read: list[Tensor], made: list[Tensor]) -> Op:
+    size = sum(bytes_of(t) for t in (*read, *made))
     packet, name = func._overloadpacket, func._schema.name.partition("::")[2]
     if packet is aten._grouped_mm:  # of experts: each row is in one group
         return Op("matrix", name, 2 * args[0].numel() * made[0].shape[-1], size)
@@ -265,7 +278,7 @@ def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     return None
 
 
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
     """What is read of a tensor: one that is expanded has less."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
