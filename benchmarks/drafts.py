@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from hf_configs import given
+from hf_configs import architectures, given
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -98,7 +98,9 @@ def table(found: dict[str, Any]) -> str:
     for row in rows.values():
         counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
     told = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items(), key=lambda item: -item[1]))
-    lines = [_HEAD.format(versions=versions, count=len(rows), told=told)]
+    theirs = {name for name, _ in architectures() if name in rows}
+    both = sum(rows[name]["verdict"] == "proved" for name in theirs)
+    lines = [_HEAD.format(versions=versions, count=len(rows), told=told, theirs=len(theirs), both=both)]
     for model_type, row in sorted(rows.items()):
         whole = f"{row['whole']} of {row['rules']} rules" if row.get("whole") else ""
         cut = "" if row.get("sequence_parallel", True) else "no"
@@ -118,9 +120,14 @@ model of transformers, with nothing added by a person:
 python benchmarks/drafts.py --json benchmarks/results/drafts.json --table docs/drafts.md
 ```
 
-{versions}. {count} models: **{told}.** "whole": rules with which every rank does all of something that the draft could
-not cut, taken since a proof found the plan exact with them. "sequence parallel: no": the proof refuted it, so the plan
-says `sequence_parallel: R`. "todo" and "refused" end with exit code 2 and a reason; a person goes on from there.
+{versions}.
+{count} models: **{told}.**
+Of the {theirs} for which transformers has a tensor-parallel plan ([hf-plans.md](hf-plans.md)), {both} are proved.
+Most of the others are encoders, decoders of encoder-decoders, and models without attention.
+
+"whole": rules with which every rank does all of something that the draft could not cut, taken since a proof found the
+plan exact with them. "sequence parallel: no": the proof refuted it, so the plan says `sequence_parallel: R`. "todo" and
+"refused" end with exit code 2 and a reason; a person goes on from there.
 
 | model type | verdict | whole | sequence parallel | what was found |
 | --- | --- | --- | --- | --- |"""
@@ -135,6 +142,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     asked = [name for name in args.only.split(",") if name] or list(CLASSES)
+    if unknown := [name for name in asked if name not in CLASSES]:
+        parser.error(f"--only: transformers has no causal language model {', '.join(unknown)}")
     known = json.loads(args.json.read_text())["models"] if args.only and args.json.exists() else {}
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     with ThreadPoolExecutor(TOGETHER) as pool:

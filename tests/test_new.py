@@ -405,3 +405,32 @@ def test_a_config_that_its_class_refuses_is_told_in_a_line(tmp_path: Path) -> No
     done = run("--model", str(tmp_path))
     assert isinstance(done.exception, DtplanError)
     assert "transformers cannot read the config" in str(done.exception)
+
+
+def test_what_only_chooses_is_whole_and_has_no_gradient() -> None:
+    """DeepSeek-V3.2's indexer says which keys are looked at; no gradient comes back from that."""
+    config = transformers.DeepseekV32Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=8,
+        mlp_layer_types=["dense", "sparse"],
+    )
+    rules = {rule.path: dict(rule.keys) for rule in draft_plan(meta_of(config)).rules}
+    assert rules["model.layers.*.self_attn.indexer.wq_b"] == {"style": "replicate", "grad": "complete"}
+    assert rules["model.layers.*.self_attn.q_b_proj"] == {"style": "colwise", "unit": "head"}

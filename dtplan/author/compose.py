@@ -250,6 +250,8 @@ class Block:
             self._put(owner, {"style": "colwise", **self._like(f"{owner}.weight"), **self._units_of(weight)})
         elif own and all(one.kind == "whole" for one in own.values()) and owner != cutting.group.root:
             self._put(owner, {"style": "replicate", "grad": "sum"})
+        elif own and all(one.kind == "idle" for one in own.values()):
+            self._put(owner, {"style": "replicate", "grad": "complete"}, remark="it has no gradient")
         else:
             self._bare(owner, own, exits)
 
@@ -275,6 +277,8 @@ class Block:
                 self._put(path, {"shard": one.dim, **self._units_of(one)})
             elif one.kind == "whole":
                 self._put(path, {"grad": "sum"})
+            elif one.kind == "idle":
+                self._put(path, {"grad": "complete"}, remark="it has no gradient")
             elif one.kind == "apart":
                 self._put(path, {"once": True}, remark="added behind the cut work, so one rank adds it")
 

@@ -48,7 +48,7 @@ def cutting_of(block: nn.Module, trace: Trace, group: Group, known: set[int]) ->
     owners = {product.parameter.rpartition(".")[0] for product in group.products}
     own = {n: one for n, one in found.parameters.items() if group.root or n.rpartition(".")[0] in owners}
     columns = columns_of(own, found.columns)
-    parameters = {name: lies(one, columns, known) for name, one in own.items()}
+    parameters = {name: Lies("idle") if name in found.idle else lies(one, columns, known) for name, one in own.items()}
     inputs = {
         name: input_lies(one, columns, known)
         for name, one in found.inputs.items()

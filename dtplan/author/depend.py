@@ -51,6 +51,8 @@ class Dependences:
     """Of the root's own tensors of floats, by argument; those that are nested go by their argument and position."""
     norms: tuple[str, ...]
     """Norms over what products gave, taken as multiplications by their weights."""
+    idle: frozenset[str]
+    """Parameters that have no gradient: they only choose, as the weights of an index do."""
 
 
 def dependences(block: nn.Module, trace: Trace, group: Group) -> Dependences:
@@ -65,10 +67,15 @@ def dependences(block: nn.Module, trace: Trace, group: Group) -> Dependences:
     reads = [p for p in again.products if pattern_of(prefix + p.parameter) in group.exits]
     own = {prefix + name: p for name, p in root.named_parameters() if p.is_floating_point()}
     columns = reads[0].read.shape[reads[0].along]
+    idle = frozenset(_unmoving(first_tensor(again.calls[""].out), own))
     found = _derivatives(reads, columns, {**own, **{f"<{k}>": t for k, t in inputs.items()}})
-    parameters = {name: Dependence(name, found[name]) for name in own}
-    of_inputs = {name: Dependence(name, found[f"<{name}>"]) for name in inputs}
-    return Dependences(columns=columns, parameters=parameters, inputs=of_inputs, norms=tuple(norms))
+    return Dependences(
+        columns=columns,
+        parameters={name: Dependence(name, found[name]) for name in own},
+        inputs={name: Dependence(name, found[f"<{name}>"]) for name in inputs},
+        norms=tuple(norms),
+        idle=idle,
+    )
 
 
 def fresh_inputs(root: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]:
@@ -87,6 +94,15 @@ def fresh_inputs(root: nn.Module, call: Call) -> tuple[tuple[Any, ...], dict[str
     args = tuple(fresh(v, names[i] if i < len(names) else f"[{i}]") for i, v in enumerate(call.args))
     kwargs = {name: fresh(value, name) for name, value in call.kwargs.items()}
     return args, kwargs, leaves
+
+
+def _unmoving(out: Tensor | None, own: Mapping[str, Tensor]) -> Iterator[str]:
+    """Parameters without a path to the output that a gradient takes."""
+    if out is not None:
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+            out.sum(), list(own.values()), allow_unused=True, retain_graph=True
+        )
+        yield from (name for name, grad in zip(own, grads, strict=True) if grad is None)
 
 
 def _derivatives(

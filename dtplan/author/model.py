@@ -51,6 +51,7 @@ def draft_plan(real: nn.Module) -> PlanDraft:
     rules = [*_around(small, calls, layers, units, before=True)]
     rules += below(_merged(blocks), f"{layers}.*")
     rules += _around(small, calls, layers, units, before=False)
+    rules = list({rule.path: rule for rule in rules}.values())  # one path for all items of a list around the blocks
     name, used = type(real).__name__, set(_words([rule.keys for rule in rules]))
     return PlanDraft(
         name=str(getattr(config, "model_type", name)),

@@ -105,7 +105,7 @@ def proved(
         if proof.verdict == "refuted" and (found := _where_cut(proof)):
             new = _uncut(new, found)
             proof = proof_of(plan_text(new.draft), f"{new.draft.name}.yaml")
-    except (BindError, CannotProveError) as error:
+    except (BindError, PlanError, CannotProveError) as error:
         why = f"not proved: {_first_line(error)}"
         return _commented(new, (why,), schema, unproved=why)
     return _commented(dataclasses.replace(new, proof=proof), _verdict(proof), schema)

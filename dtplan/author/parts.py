@@ -13,7 +13,7 @@ from torch import Tensor
 from dtplan.author.depend import Dependence
 
 _MOST_RUNS = 6
-Kind = Literal["whole", "cut", "apart", "tangled"]
+Kind = Literal["whole", "cut", "apart", "idle", "tangled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Lies:
     """How a parameter or an input lies towards the columns of a group."""
 
     kind: Kind
-    """``apart``: it moves no column (it comes after them); ``tangled``: no cut in one order fits."""
+    """``apart``: it moves no column (it comes after them); ``idle``: it moves nothing, so that it has no gradient;
+    ``tangled``: no cut in one order fits."""
     dim: int = 0
     parts: tuple[Part, ...] = ()
     seen: str = ""
