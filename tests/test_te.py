@@ -359,6 +359,17 @@ def test_erf_gelu_is_kept_unless_the_plan_accepts_the_tanh_form(standin):
     assert "LayerNormMLP" not in reasons(model, plan)
 
 
+def test_a_layer_norm_without_a_bias_is_kept():
+    """Cohere's; TransformerEngine's has one, with nothing to load into it."""
+    model = build("neox")
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.register_parameter("bias", None)
+    kept = reasons(model)
+    assert kept["LayerNorm"] == "final_layer_norm is a LayerNorm with no bias, unlike TransformerEngine's"
+    assert {"LayerNormLinear", "LayerNormMLP"} <= kept.keys()
+
+
 def test_fp8_needs_multiples_of_16_on_every_rank():
     model = build("llama")
     assert reasons(model, fp8=True, tp=1) == {}

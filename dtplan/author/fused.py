@@ -26,7 +26,7 @@ def fused_layers(
         if rule.keys.get("style") == "norm" and "*" not in rule.path:
             owner, _, leaf = rule.path.rpartition(".")
             norm = norm_of(model.get_submodule(rule.path))
-            if norm is not None and owner:
+            if norm is not None and norm.fusable and owner:
                 norms.setdefault(owner, []).append({"layer": norm.kind, "norm": leaf})
     found |= {owner: tuple(each) for owner, each in norms.items()}
     inside = [layer for block in blocks for layer in _of_block(block)]
@@ -50,7 +50,7 @@ def _of_block(block: Block) -> Iterator[Keys]:
         rule = block.rules.get(call.name)
         if call.name and call.name not in fused and rule is not None and rule.keys.get("style") == "norm":
             norm = norm_of(block.module.get_submodule(call.name))
-            if norm is not None:
+            if norm is not None and norm.fusable:
                 yield {"layer": norm.kind, "norm": call.name}
 
 
@@ -110,7 +110,7 @@ def _norm_before(block: Block, first: Sequence[Product]) -> str | None:
             if out is not None and (given == {id(out)} or _same_memory(first, call)):
                 readers = [p for p in block.trace.products if id(p.read) == id(out)]
                 norm = norm_of(block.module.get_submodule(call.name))
-                if norm is not None and (not readers or len(readers) == len(first)):
+                if norm is not None and norm.fusable and (not readers or len(readers) == len(first)):
                     return call.name
     return None
 

@@ -170,6 +170,9 @@ class _Chooser:
         if norm is None:
             kind = type(self.model.get_submodule(name)).__name__
             raise _Unfit(f"{kind} computes neither RMSNorm nor LayerNorm as TransformerEngine does")
+        if not norm.fusable:
+            has = "a" if norm.bias else "no"
+            raise _Unfit(f"{_leaf(name)} is a {norm.kind} with {has} bias, unlike TransformerEngine's")
         return norm
 
     def _same_activation(self, layer: BoundTe, region: str, gate: str | None, up: str, down: str) -> None:

@@ -17,6 +17,11 @@ class Norm:
     bias: bool
 
     @property
+    def fusable(self) -> bool:
+        """Whether TransformerEngine has it: its LayerNorm has a bias, its RMSNorm none."""
+        return self.bias == (self.kind == "LayerNorm")
+
+    @property
     def means(self) -> int:
         """Means that it takes: all-reduces of one number a token, each way, where the dim is cut."""
         return 2 if self.kind == "LayerNorm" else 1
