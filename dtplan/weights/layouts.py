@@ -1,6 +1,7 @@
 """How transformers lays a model out in files: other names for some tensors, and experts one by one.
 
-Private transformers API used here and nowhere else in this package, tried on 5.24: its ``conversion_mapping``.
+Private transformers API used here and nowhere else in this package, tried on 5.17 and 5.24: its ``conversion_mapping``
+and ``core_model_loading``.
 """
 
 from __future__ import annotations
