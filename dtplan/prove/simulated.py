@@ -65,7 +65,7 @@ def simulated_ranks(n: int, fn: Callable[..., T], *args: Any, timeout_s: float =
     ended: its daemon thread goes on, the error says so, and later calls are refused while it runs.
     """
     _refuse_unfit_caller(n)
-    if torch.__version__ < (2, 12):
+    if torch.__version__ < "2.12":  # compared as versions
         _outlive_the_ranks()
     with _one_at_a_time, _threaded_world() as store:
         ranks = [_Rank(rank, n, fn, args, store, timeout_s) for rank in range(n)]
