@@ -1,9 +1,9 @@
 """Many ranks as threads of this process: the cheap world, for proofs and tests on a CPU.
 
 The only importer of torch's threaded process group, which is private:
-torch.testing._internal.distributed.multi_threaded_pg, tried on torch 2.11.0, 2.13.0 and 2.14.1.
-Private as well, and tried on the same versions: _set_thread_isolation_mode, DTensor's two caches in
-torch.distributed.tensor._redistribute, and for torch 2.11 FakeTensorMode.
+torch.testing._internal.distributed.multi_threaded_pg, tried on torch 2.11 to 2.14.1.
+Private as well, and tried on the same versions: _set_thread_isolation_mode, and DTensor's two caches in
+torch.distributed.tensor._redistribute; FakeTensorMode on 2.11, which alone needs it here.
 """
 
 from __future__ import annotations
