@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.models.gptj import modeling_gptj
 
 from dtplan.plan.library import builtin_plans
 from dtplan.plan.read import load_plan
@@ -142,7 +143,9 @@ VARIANTS: dict[str, tuple[str, Callable[[], PretrainedConfig]]] = {
 
 
 def plan_file(name: str) -> Path:
-    return builtin_plans().get(name, FOLDER / f"{name}.yaml")
+    """The plan of a family; of GPT-J, which transformers wrote anew after 5.17, the one for the code that is here."""
+    folder = FOLDER / "older" if name == "gptj" and not hasattr(modeling_gptj, "GPTJRotaryEmbedding") else FOLDER
+    return builtin_plans().get(name, folder / f"{name}.yaml")
 
 
 def build(name: str, config: PretrainedConfig | None = None) -> nn.Module:

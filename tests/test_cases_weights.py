@@ -227,7 +227,9 @@ def test_b84_q_proj_is_the_same_at_every_mesh_shape_and_no_shard_is_permuted(
     if permuted:
         conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes the table
         table: Any = conversion_mapping._checkpoint_conversion_mapping_cache
-        monkeypatch.setitem(table, "llama", [WeightConverter([Q], [Q], [PermuteForRope()])])
+        monkeypatch.setitem(
+            table, "llama", [WeightConverter([Q], [Q], [PermuteForRope(permute_layer_names=["q_proj"])])]
+        )
         source, file = LlamaForCausalLM.from_pretrained(tmp_path), source
         assert gap(source.model.layers[0].self_attn.q_proj.weight, file.model.layers[0].self_attn.q_proj.weight) > 0.01
 

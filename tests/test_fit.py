@@ -115,7 +115,12 @@ def test_a_traced_step_takes_what_a_real_one_takes(name: str, options: dict[str,
     for segment in segments:
         its = real[segment.phase, segment.name]
         assert (segment.start, segment.peak) == (its.start, its.peak), segment.name
-        assert [op.name for op in segment.ops if op.bytes] == [op.name for op in its.ops if op.bytes]
+        assert kernels(segment) == kernels(its)
+
+
+def kernels(segment: Segment) -> list[str]:
+    """What works on more than one number: a number that a forward writes down is made by other operators on meta."""
+    return [op.name for op in segment.ops if op.bytes > 16]
 
 
 def changed_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
@@ -306,7 +311,9 @@ def test_matrix_work_is_six_flop_a_weight_and_token() -> None:
     scores = 5 * 4 * 16 * 16 * 8 * 2  # of the two products in eager attention: layers, heads, rows, columns, width
     numbers = Counter(step.units)
     segments = (*step.forward.values(), *step.backward.values())
-    work = sum(op.flops * numbers.get(s.name, 1) for s in segments for op in s.ops if op.kind == "matrix")
+    products = [(s, op) for s in segments for op in s.ops if op.kind == "matrix"]
+    # Some releases of transformers make the angles of positions by a product, too.
+    work = sum(op.flops * numbers.get(s.name, 1) for s, op in products if "rotary_emb" not in op.module)
     assert work == 6 * 48 * weights + 3 * 3 * 2 * scores
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -193,7 +193,7 @@ def test_a_loaded_fsdp_model_trains_and_saves_after_an_evaluation(tmp_path):
 
 
 class Allocations(TorchDispatchMode):
-    """The largest storage that operations make, mapped files aside."""
+    """The largest storage that operations make, shards of parameters among them, mapped files aside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,8 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        for found in tree_leaves(out):
+            tensor = found._local_tensor if isinstance(found, DTensor) else found
             if type(tensor) is Tensor and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 self.sizes[storage.data_ptr()] = max(storage.nbytes(), self.sizes.get(storage.data_ptr(), 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -309,6 +310,29 @@ def test_callers_in_many_threads_take_turns():
     for caller in callers:
         caller.join()
     assert found == [[2, 2]] * 4
+
+
+@pytest.mark.parametrize("call", ["run()", "one = Thread(target=run); one.start(); one.join()"], ids=["main", "thread"])
+def test_a_fake_mode_of_ranks_that_have_ended_does_no_harm(call):
+    """In a process of its own: torch 2.11 keeps what the first thread that entered one left, and dies of it."""
+    code = f"""
+from threading import Thread
+from torch._subclasses.fake_tensor import FakeTensorMode
+from dtplan.prove.simulated import simulated_ranks
+
+def enter(rank):
+    with FakeTensorMode():
+        return [bytes(n) for n in range(64)]
+
+def run():
+    for _ in range(20):
+        assert len(simulated_ranks(2, enter)) == 2
+
+for _ in range(3):
+    {call}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_rank_that_cannot_be_ended_is_named_and_bars_the_next_call(monkeypatch):

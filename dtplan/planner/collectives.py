@@ -3,7 +3,7 @@
 Each moves a value one way in forward and its gradient the other way in backward, as in Megatron-LM
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2 for the sequence-parallel pair).
 
-The functional collectives below are private torch operators. They were tried on torch 2.11 and 2.13; unlike
+The functional collectives below are private torch operators. They were tried on torch 2.11 to 2.14.1; unlike
 their Python wrappers they hand plain tensors out, which kernels outside torch rely on.
 """
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtplan.planner.dropout import generator_of
 
 _SHAPE_OF_CACHE = "_get_static_cache_init_shape"
-"""Private transformers API, tried on 5.24; a release without it makes no cache beforehand."""
+"""Private transformers API, tried on 5.17 and 5.24; a release without it makes no cache beforehand."""
 
 
 def draw_alike(model: nn.Module, tp: DeviceMesh) -> None:

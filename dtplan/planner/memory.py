@@ -1,7 +1,7 @@
 """Bytes that a rank holds: parameters, gradients, optimizer state. Arithmetic on a bound plan, no tensors.
 
 Exact to the byte for every rank: a tied parameter counts once, uneven vocabularies give ranks different rows, and FSDP2
-pads dim 0 of what it stores and of what it reduces to a multiple of the shard degree (torch 2.11 to 2.13:
+pads dim 0 of what it stores and of what it reduces to a multiple of the shard degree (torch 2.11 to 2.14:
 ``FSDPParam._init_sharded_param``, ``foreach_reduce``), while optimizer state has the rows that are there.
 """
 

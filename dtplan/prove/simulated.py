@@ -1,13 +1,14 @@
 """Many ranks as threads of this process: the cheap world, for proofs and tests on a CPU.
 
 The only importer of torch's threaded process group, which is private:
-torch.testing._internal.distributed.multi_threaded_pg, tried on torch 2.13.0; 2.11 to 2.14 carry the module.
-Private as well, and in each of those versions: _set_thread_isolation_mode, and DTensor's two caches in
-torch.distributed.tensor._redistribute.
+torch.testing._internal.distributed.multi_threaded_pg, tried on torch 2.11 to 2.14.1.
+Private as well, and tried on the same versions: _set_thread_isolation_mode, and DTensor's two caches in
+torch.distributed.tensor._redistribute; FakeTensorMode on 2.11, which alone needs it here.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _redistribute
 from torch.testing._internal.distributed import multi_threaded_pg
@@ -63,6 +65,8 @@ def simulated_ranks(n: int, fn: Callable[..., T], *args: Any, timeout_s: float =
     ended: its daemon thread goes on, the error says so, and later calls are refused while it runs.
     """
     _refuse_unfit_caller(n)
+    if torch.__version__ < "2.12":  # compared as versions
+        _outlive_the_ranks()
     with _one_at_a_time, _threaded_world() as store:
         ranks = [_Rank(rank, n, fn, args, store, timeout_s) for rank in range(n)]
         for rank in ranks:
@@ -96,6 +100,30 @@ def _refuse_unfit_caller(n: int) -> None:
             f"simulated_ranks cannot run while {', '.join(running)} of an earlier call, which was given up, "
             "still runs: mend what it waits for, and start a new process."
         )
+
+
+@functools.cache
+def _outlive_the_ranks() -> None:
+    """Enter a fake mode, as DTensor does in every rank, in a thread that lasts as long as the process.
+
+    Torch 2.11, built for CUDA but without a device: the first thread to enter one makes the device guard of all
+    threads, and takes it along when it ends. A rank must not be that thread, or the ranks of the next call crash.
+    """
+    entered = threading.Event()
+
+    def enter() -> None:
+        with FakeTensorMode():
+            entered.set()
+
+    def enter_and_stay() -> None:
+        enter()
+        threading.Event().wait()
+
+    if threading.current_thread() is threading.main_thread():
+        enter()
+    else:
+        threading.Thread(target=enter_and_stay, name="device guard", daemon=True).start()
+        entered.wait()
 
 
 @contextmanager

@@ -249,7 +249,7 @@ def _recomputed(forward: Any) -> Any:
 
 @contextmanager
 def _fake_ranks(number: int) -> Iterator[None]:
-    """A process group whose collectives do nothing. Private torch: its fake backend, tried on torch 2.11 and 2.13."""
+    """A process group whose collectives do nothing. Private torch: its fake backend, tried on torch 2.11 to 2.14.1."""
     if dist.is_initialized():
         raise TraceError("a step is sized in a process without a process group; call this before dtplan.init")
     dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())

@@ -4,7 +4,7 @@ A rank that fails alone inside a phase must not leave the others waiting in the 
 runs to its end on every rank, failures are kept aside, and ``agree`` then raises one text everywhere.
 
 Private torch API used here and nowhere else in this package: ``distributed_c10d._get_default_store``, tried
-on 2.13.0, there in 2.11 and 2.14; the public barrier with a timeout works on gloo only.
+on torch 2.11 to 2.14.1; the public barrier with a timeout works on gloo only.
 """
 
 from __future__ import annotations

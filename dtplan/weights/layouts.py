@@ -1,6 +1,7 @@
 """How transformers lays a model out in files: other names for some tensors, and experts one by one.
 
-Private transformers API used here and nowhere else in this package, tried on 5.24: its ``conversion_mapping``.
+Private transformers API used here and nowhere else in this package, tried on 5.17 and 5.24: its ``conversion_mapping``
+and ``core_model_loading``.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def file_layout(model: nn.Module) -> FileLayout:
     if "transformers" not in sys.modules:
         return FileLayout()
     from transformers import PreTrainedModel, conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, apply_renamings
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
     if not isinstance(model, PreTrainedModel):
         return FileLayout()
@@ -115,9 +116,15 @@ def file_layout(model: nn.Module) -> FileLayout:
         return FileLayout()
     back: Any = [one.reverse_transform() for one in reversed(names)]
     return FileLayout(
-        renamed=lambda name: apply_renamings(name, back),
+        renamed=lambda name: _renamed(name, back),
         joined=tuple((one.target_patterns[0], tuple(one.source_patterns)) for one in stacks),
     )
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    for one in renamings:
+        name, _ = one.rename_source_key(name)
+    return name
 
 
 @contextmanager

@@ -54,9 +54,11 @@ MODULE_STYLES: dict[str, Told | None] = {
     "all_reduce": REDUCED,
     "ep_router": _EXPERT_PARALLEL,
     "ep_dispatch_experts": _EXPERT_PARALLEL,
+    "megamoe_experts": _EXPERT_PARALLEL,  # these two: of transformers 5.17, no longer of 5.24
+    "megamoe_router": _EXPERT_PARALLEL,
     "grouped_gemm": _EXPERT_PARALLEL,
 }
-"""Every style that transformers registers, and what it does to a module."""
+"""Every style that transformers 5.17 and 5.24 register, and what it does to a module."""
 
 
 def from_hf(model: nn.Module, rules: Mapping[str, str] | None = None) -> Imported:
@@ -132,7 +134,7 @@ def _alternating(model: nn.Module) -> tuple[str, ...]:
     """Ends of names of parameters whose checkpoints alternate the rows of two halves.
 
     transformers cuts rows as the checkpoint has them and reorders each rank's own, so a plain cut is one of each half.
-    Private transformers API, tried on 5.24: ``conversion_mapping``.
+    Private transformers API, tried on 5.17 and 5.24: ``conversion_mapping``.
     """
     from transformers import conversion_mapping
 
