@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import dtplan
+from dtplan.prove.live import randomized, token_batch
 from dtplan.prove.oracle import BOUND, Outcome, errors, outcome
 from dtplan.prove.pool import GlooPool
-from dtplan.prove.shrink import randomized, token_batch
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.testing import model_configs, token_batches
 

@@ -42,10 +42,10 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from dtplan._errors import BindError
 from dtplan.author.importers import from_hf
 from dtplan.planner.bind import bind
+from dtplan.prove.live import live_model, token_batch
 from dtplan.prove.oracle import BOUND, outcome
 from dtplan.prove.proof import legs_of, prove_model
 from dtplan.prove.ranks import compare
-from dtplan.prove.shrink import live_model, token_batch
 
 fork = multiprocessing.get_context("fork")
 PROOF_S, HF_S = 600.0, 300.0

@@ -67,9 +67,10 @@ def _rank(rank: int, plan: str, model: str, degrees: list[int], number: int, fol
 
     from dtplan.plan.read import load_plan
     from dtplan.planner.meta import meta_model
+    from dtplan.prove.live import live_model
     from dtplan.prove.proof import job_of, legs_of
     from dtplan.prove.ranks import errors_on_rank
-    from dtplan.prove.shrink import live_model, shrink
+    from dtplan.prove.shrink import shrink
 
     torch.set_num_threads(1)
     legs = legs_of(degrees)

@@ -20,9 +20,9 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 
 from dtplan.plan.read import load_plan, parse_plan
 from dtplan.plan.spec import Plan
+from dtplan.prove.live import live_model, randomized
 from dtplan.prove.proof import prove_model
 from dtplan.prove.result import Finding, Leg, Proof
-from dtplan.prove.shrink import live_model, randomized
 from tests.cases import P0, plan_with, t0
 from tests.families import build, plan_file
 from tests.models import build as build_model

@@ -29,9 +29,9 @@ from dtplan.plan.library import builtin_plans
 from dtplan.planner.collectives import Group, all_gather, chunk_sizes, own_part
 from dtplan.planner.ledger import ledger
 from dtplan.prove.counter import CollectiveCounter
+from dtplan.prove.live import randomized
 from dtplan.prove.oracle import BOUND, Outcome, errors, outcome, relative_error
 from dtplan.prove.pool import GlooPool, Kept
-from dtplan.prove.shrink import randomized
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.testing import assert_plan_equivalent, degrees, model_configs, plans, token_batches
 from dtplan.testing.profiles import share

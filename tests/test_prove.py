@@ -14,10 +14,11 @@ from click.testing import CliRunner, Result
 from dtplan.cli import cli
 from dtplan.plan.read import load_plan, parse_plan
 from dtplan.plan.spec import Plan
+from dtplan.prove.live import live_model, refuse_unfit
 from dtplan.prove.oracle import BOUND
 from dtplan.prove.proof import prove, prove_model
 from dtplan.prove.result import Finding, Leg, Proof
-from dtplan.prove.shrink import CannotProveError, live_model, refuse_unfit
+from dtplan.prove.shrink import CannotProveError
 from dtplan.prove.tell import as_text
 from tests.families import CONFIGS
 

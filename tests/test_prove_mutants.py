@@ -16,10 +16,10 @@ from dtplan.plan.read import load_plan
 from dtplan.plan.spec import Plan, Rule
 from dtplan.planner.bind import bind
 from dtplan.prove.diagnose import diagnose
+from dtplan.prove.live import live_model
 from dtplan.prove.proof import _run, job_of, small_failure
 from dtplan.prove.ranks import Job, bound_plan
 from dtplan.prove.result import Leg
-from dtplan.prove.shrink import live_model
 from dtplan.prove.smallest import way
 from tests.families import CONFIGS, VARIANTS, plan_file
 from tests.models import llama, neox

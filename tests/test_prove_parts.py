@@ -12,9 +12,10 @@ import transformers
 from dtplan.plan.read import load_plan
 from dtplan.plan.spec import S
 from dtplan.prove.held import held
+from dtplan.prove.live import live_model, token_batch
 from dtplan.prove.proof import legs_of, prove_model
 from dtplan.prove.result import Leg
-from dtplan.prove.shrink import live_model, shrink, token_batch
+from dtplan.prove.shrink import shrink
 from tests.test_prove import LLAMA_7B, LLAMA_70B, MODELS, NEOX_20B
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dtplan.plan.read import load_plan, parse_plan
 from dtplan.plan.spec import Plan
 from dtplan.prove import edits, repair
+from dtplan.prove.live import live_model
 from dtplan.prove.proof import prove, prove_model
 from dtplan.prove.result import Finding, Leg, Proof, Smallest
-from dtplan.prove.shrink import live_model
 from dtplan.prove.smallest import smallest
 from dtplan.prove.tell import as_text
 from tests.families import build, on_meta, plan_file

@@ -15,11 +15,11 @@ from dtplan._errors import BindError
 from dtplan.plan.spec import Plan, R
 from dtplan.planner.ledger import ledger
 from dtplan.prove.counter import CollectiveCounter
+from dtplan.prove.live import live_model
 from dtplan.prove.oracle import relative_error, wholes
 from dtplan.prove.pool import GlooPool
 from dtplan.prove.proof import prove_model
 from dtplan.prove.result import Leg, Proof
-from dtplan.prove.shrink import live_model
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.weights.checkpoint import open_checkpoint
 from dtplan.weights.compare import differences

@@ -14,9 +14,10 @@ from dtplan.author.draft import RuleDraft
 from dtplan.author.groups import Branch, branches_of
 from dtplan.author.order import gathered
 from dtplan.author.owned import computes_linear, parameters_of, tensors_of
-from dtplan.author.parts import Lies, Part
+from dtplan.author.parts import Lies
 from dtplan.author.trace import STREAM, Product, Trace, first_tensor, is_stream, tensors_in
 from dtplan.author.units import Units
+from dtplan.author.words import units_of, unsaid
 from dtplan.planner.placing import CUTS, module_kind
 from dtplan.prove.edits import pattern_of
 
@@ -125,7 +126,7 @@ class Block:
         for product in branch.direct:
             self._direct(product, form)
         for cutting in cuttings:
-            if why_not := cutting.why_not or self._unsaid(cutting):
+            if why_not := cutting.why_not or unsaid(cutting, self.units):
                 self._undecided(cutting, why_not)
             else:
                 self._group(cutting, form, branch.root)
@@ -134,16 +135,6 @@ class Block:
         owner = product.parameter.rpartition(".")[0]
         keys = {"style": "replicate"} if form == "outer" else {"style": "replicate", "grad": "sum"}
         self._put(owner, keys)
-
-    def _unsaid(self, cutting: Cutting) -> str:
-        """What a plan has no words for: inputs of the block itself that are cut, sections that no field counts."""
-        if not cutting.group.root and (names := [name for name, one in cutting.inputs.items() if one.kind == "cut"]):
-            return f"the block's own input {names[0]} would have to be cut with its columns"
-        for name, one in cutting.parameters.items():
-            unknown = [part for part in one.parts if not part.whole and self.units.of(part.count, part.rows) is None]
-            if len(one.parts) > 1 and unknown:
-                return f"the {unknown[0].rows} rows of a section of {name} lie in a number of units that no field gives"
-        return ""
 
     def _undecided(self, cutting: Cutting, why_not: str) -> None:
         """One `todo` for the module in which a group lies, or one for each of its products where that is the block."""
@@ -245,9 +236,9 @@ class Block:
         if f"{owner}.weight" in exits:
             self._last(owner, own, form)
         elif weight is not None and weight.kind == "cut" and owner in cutting.norms:
-            self._put(owner, {"style": "sharded_norm", **self._units_of(weight)})
+            self._put(owner, {"style": "sharded_norm", **units_of(self.units, weight)})
         elif weight and weight.kind == "cut" and self._is_styled(f"{owner}.weight", "colwise", weight.dim):
-            self._put(owner, {"style": "colwise", **self._like(f"{owner}.weight"), **self._units_of(weight)})
+            self._put(owner, {"style": "colwise", **self._like(f"{owner}.weight"), **units_of(self.units, weight)})
         elif own and all(one.kind == "whole" for one in own.values()) and owner != cutting.group.root:
             self._put(owner, {"style": "replicate", "grad": "sum"})
         elif own and all(one.kind == "idle" for one in own.values()):
@@ -262,10 +253,10 @@ class Block:
         output = "P" if form in ("parallel", "region") or often else {"outer": "sum"}.get(form, "residual")
         if self._is_styled(f"{owner}.weight", "rowwise", weight.dim):
             like = self._like(f"{owner}.weight")
-            self._put(owner, {"style": "rowwise", **like, **self._units_of(weight), "output": output})
+            self._put(owner, {"style": "rowwise", **like, **units_of(self.units, weight), "output": output})
             return
         self._put(owner, {"output": output})
-        self._put(f"{owner}.weight", {"shard": weight.dim, **self._units_of(weight)})
+        self._put(f"{owner}.weight", {"shard": weight.dim, **units_of(self.units, weight)})
         if "bias" in own:
             self._put(f"{owner}.bias", {"once": True})
 
@@ -274,7 +265,7 @@ class Block:
         for leaf, one in own.items():
             path = f"{owner}.{leaf}".strip(".")
             if one.kind == "cut" or path in exits:
-                self._put(path, {"shard": one.dim, **self._units_of(one)})
+                self._put(path, {"shard": one.dim, **units_of(self.units, one)})
             elif one.kind == "whole":
                 self._put(path, {"grad": "sum"})
             elif one.kind == "idle":
@@ -286,23 +277,6 @@ class Block:
         """`like: Linear` for a class of its own that was seen to compute what a Linear does."""
         owner = self.module.get_submodule(parameter.rpartition(".")[0])
         return {} if module_kind(owner) in ("Linear", "Conv1D") else {"like": "Linear"}
-
-    def _units_of(self, lies: Lies) -> dict[str, Any]:
-        parts = lies.parts
-        if len(parts) == 1:
-            unit = self.units.of(parts[0].count, parts[0].rows)
-            return {"unit": unit} if unit else {}
-        return {"sections": [self._section(part, parts) for part in parts]}
-
-    def _section(self, part: Part, parts: Sequence[Part]) -> Any:
-        if not part.whole:
-            unit = self.units.of(part.count, part.rows)
-            assert unit is not None  # `_unsaid` told of it
-            widths = {other.rows // other.count for other in parts if not other.whole}
-            field = self.units.width(unit, part.rows // part.count) if len(widths) > 1 else None
-            return {"unit": unit, "width": field} if field else unit
-        width = next((other.rows // other.count for other in parts if not other.whole), part.rows)
-        return {"count": max(1, part.rows // width), "whole": True, "grad": "sum"}
 
     # --- what lies on the stream
 

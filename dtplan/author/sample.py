@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtplan.prove.live import live_model, refuse_unfit, token_batch
 from dtplan.prove.oracle import float64_casts, logits_of
-from dtplan.prove.shrink import COUNTS, CannotProveError, Reader, live_model, rebuilt, refuse_unfit, shrink, token_batch
+from dtplan.prove.shrink import COUNTS, CannotProveError, Reader, rebuilt, shrink
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 4
 """At degree 2 a rank has several heads and several kv heads: no count is 1 by chance."""

@@ -21,21 +21,13 @@ from dtplan.planner.bind import find_plan
 from dtplan.planner.meta import meta_model
 from dtplan.prove.diagnose import diagnose
 from dtplan.prove.edits import Edit
+from dtplan.prove.live import live_model, refuse_unfit, token_batch
 from dtplan.prove.oracle import BOUND, Outcome, outcome
 from dtplan.prove.pool import GlooPool, Kept
 from dtplan.prove.ranks import STEPPED, STEPS, Job, bound_plan, errors_on_rank, train
 from dtplan.prove.repair import Repairs
 from dtplan.prove.result import MEASURE, Finding, Leg, LegResult, Proof, Smallest
-from dtplan.prove.shrink import (
-    CannotProveError,
-    Choice,
-    differences,
-    live_model,
-    rebuilt,
-    refuse_unfit,
-    shrink,
-    token_batch,
-)
+from dtplan.prove.shrink import CannotProveError, Choice, differences, rebuilt, shrink
 from dtplan.prove.simulated import simulated_ranks
 from dtplan.prove.smallest import SECONDS, Small, smallest
 from dtplan.prove.walk import Walk

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from dtplan._errors import ApplyError
 from dtplan.plan.spec import Plan
 from dtplan.planner.bind import find_plan
+from dtplan.prove.live import randomized
 from dtplan.prove.pool import GlooPool, Kept
 from dtplan.prove.proof import prove_model
 from dtplan.prove.result import Leg, Proof
-from dtplan.prove.shrink import randomized
 from dtplan.prove.tell import as_text
 
 Switch = bool | Literal["both"]
