@@ -11,7 +11,6 @@ in the unfused bf16 model on one GPU, which is printed first.
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 import torch
 import torch.distributed as dist
 import transformers
+from one_gpu import begin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,7 +34,6 @@ from dtplan.prove.oracle import wholes
 
 BOUNDS = {None: 1.5e-2, "current": 2e-1, "delayed": 2e-1, "block": 2e-1}
 """Relative error (Frobenius) of a gradient of one layer, by FP8 recipe."""
-LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
 UNCOUNTED = {"activation_checkpointing", "overlap_tokens"}
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
@@ -101,31 +100,6 @@ def all_gathers(model: nn.Module, batch: dict[str, Tensor]) -> tuple[int, int]:
     rows, length = batch["input_ids"].shape
     book = ledger(applied(model).bound, batch=rows, sequence=length)
     return counter.counts["all_gather"], sum(entry.count for entry in book.entries if entry.kind == "all_gather")
-
-
-def begin() -> bool:
-    """Set up ranks with a GPU each, or sharing one: whether they share it."""
-    world = int(os.environ["WORLD_SIZE"])
-    shared = torch.cuda.device_count() < world
-    if shared:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        torch.cuda.set_device(0)
-        dist.init_process_group("cpu:gloo,cuda:gloo")
-        by_way_of_the_cpu()
-    dtplan.init(tensor_parallel_degree=world)
-    return shared
-
-
-def by_way_of_the_cpu() -> None:
-    """Gather and scatter there what torch's functional collectives would hand to gloo as it is: it crashes on GPUs."""
-    functional = torch.ops._c10d_functional
-
-    def moved(op: Any, x: Tensor, *args: Any) -> Tensor:
-        out: Tensor = functional.wait_tensor(op(x.cpu(), *args)).to(x.device)
-        return out
-
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        LIBRARY.impl(name, functools.partial(moved, getattr(functional, name).default), "CUDA")
 
 
 def over_gloo(options: dict[str, Any], axes: dict[str, int]) -> bool:

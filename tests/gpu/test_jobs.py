@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("script", "gpus"), [("main_job.py", 2), ("te_job.py", 1)])
-def test_a_job_on_two_ranks(script: str, gpus: int) -> None:
-    assert torch.cuda.device_count() >= gpus, f"{gpus} GPUs are needed"
+@pytest.mark.parametrize("script", ["main_job.py", "te_job.py"])
+def test_a_job_on_two_ranks(script: str) -> None:
+    assert torch.cuda.is_available(), "a GPU is needed"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, f"tests/gpu/{script}"], cwd=ROOT, capture_output=True, text=True, check=False)
     ends = script.removesuffix(".py").replace("_", " ") + ": passed"
