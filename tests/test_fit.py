@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, OPTCon
 
 import dtplan
 from dtplan.cli import cli
+from dtplan.plan.read import parse_plan
 from dtplan.planner.ledger import ledger
 from dtplan.planner.memory import Precision
 from dtplan.prove.pool import GlooPool
@@ -377,6 +378,28 @@ def test_terms_add_up_and_lanes_are_consistent(fitted: Fit) -> None:
     plain, ckpt = ({str(v.switches): v for v in fitted.rows[0].variants}[kind] for kind in ("plain", "CKPT"))
     assert ckpt.peak.activations < plain.peak.activations
     assert ckpt.estimate.seconds > plain.estimate.seconds
+
+
+def test_a_plan_whose_stream_stays_whole_has_no_rows_with_sequence_parallelism() -> None:
+    plan = parse_plan("dtplan: 1\nextends: llama\nresidual: {sequence_parallel: R}\n")
+    ask = Ask(gpus=2, memory=40 << 30, gpu=GPUS["h200"], sequence=512, batch=2, tp=2)
+    found = fit(on_meta(SMALL), plan, ask)
+    assert {str(v.switches) for row in found.rows for v in row.variants} == {"plain", "CKPT"}
+    assert not any(v.switches.sequence_parallel for v in found.others)
+
+
+def test_a_length_that_fp8_cannot_take_is_sized_without_it() -> None:
+    ask = Ask(gpus=2, memory=40 << 30, gpu=GPUS["h200"], sequence=511, batch=2)
+    found = fit(on_meta(SMALL), "auto", ask)
+    assert {v.switches.layers for v in found.others} == {"torch", "te"}
+
+
+def test_sequence_parallelism_that_cannot_be_is_refused() -> None:
+    plan = parse_plan("dtplan: 1\nextends: llama\nresidual: {sequence_parallel: R}\n")
+    for given, sequence, why in ((plan, 512, "DTP416"), ("auto", 511, "does not divide 511 tokens")):
+        ask = Ask(gpus=2, memory=1 << 30, gpu=GPUS["h200"], sequence=sequence, batch=2, tp=2, sequence_parallel=True)
+        with pytest.raises(FitError, match=why):
+            fit(on_meta(SMALL), given, ask)
 
 
 def test_the_table_has_the_calls_and_bytes_of_the_schedule() -> None:

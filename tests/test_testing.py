@@ -172,6 +172,15 @@ variants:
 """
 
 
+def test_a_plan_whose_stream_stays_whole_is_compared_without_sequence_parallelism():
+    plan = dtplan.parse_plan("dtplan: 1\nextends: gpt_neox\nresidual: {sequence_parallel: R}\n")
+    assert not plan.cuts_stream
+    proof = assert_plan_equivalent(tiny_neox, plan)
+    assert [str(leg.leg) for leg in proof.legs] == ["tp 2"]
+    with pytest.raises(AssertionError, match="DTP416"):
+        assert_plan_equivalent(tiny_neox, plan, sequence_parallel=True)
+
+
 def test_a_wrong_plan_fails_with_the_diagnosis_of_prove() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_plan_equivalent(tiny_neox, dtplan.parse_plan(WRONG, "wrong.yaml"), sequence_parallel=False, seed=3)

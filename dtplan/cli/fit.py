@@ -113,7 +113,7 @@ def fit(
     from dtplan.planner.memory import Precision
     from dtplan.planner.meta import meta_model
     from dtplan.sizing import fit as sizing
-    from dtplan.sizing import tell
+    from dtplan.sizing import data, tell
 
     named = GPUS[gpu]
     ask = sizing.Ask(
@@ -141,7 +141,7 @@ def fit(
         _, variant = fitted.smallest or fitted.nearest
         Path(trace).write_text(json.dumps(chrome_trace(variant, ask)) + "\n", encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(sizing.as_json(fitted), indent=2, sort_keys=True))
+        click.echo(json.dumps(data.as_json(fitted), indent=2, sort_keys=True))
     else:
         echo_lines(tell.lines(fitted, explain=explain))
     sys.exit(0 if fitted.smallest is not None else 1)

@@ -213,6 +213,11 @@ class Plan:
     """The file itself and those that it extends, nearest first."""
 
     @property
+    def cuts_stream(self) -> bool:
+        """Whether sequence parallelism is possible."""
+        return self.sequence_parallel != R
+
+    @property
     def digest(self) -> str:
         """Hexadecimal sha256 of what the plan says: not its name, its files, or an order without meaning."""
         told = [f.name for f in fields(self) if f.name not in ("name", "files")]

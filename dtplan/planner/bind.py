@@ -161,7 +161,7 @@ class _Binder:
 
     def refuse_switches(self, *, sequence_parallel: bool) -> None:
         """Sequence parallelism where the plan says that the stream stays whole."""
-        if sequence_parallel and self.plan.sequence_parallel == R:
+        if sequence_parallel and not self.plan.cuts_stream:
             message = "sequence_parallel is on, and the plan's residual stream stays whole (`sequence_parallel: R`)"
             self._add("DTP416", None, message, "turn sequence_parallel off")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dtplan import __version__
 from dtplan._errors import ApplyError, BindError
-from dtplan.plan.spec import Plan, R
+from dtplan.plan.spec import Plan
 from dtplan.planner.bind import find_plan
 from dtplan.planner.meta import meta_model
 from dtplan.prove.diagnose import diagnose
@@ -79,7 +79,7 @@ def prove(
     """
     real = meta_model(model)
     found = find_plan(real, plan, tp=max(tp))
-    if found.sequence_parallel == R and sequence_parallel == "both":
+    if sequence_parallel == "both" and not found.cuts_stream:
         sequence_parallel = "off"
     config, choices = shrink(real.config, tp, type(real))
     if sizes:

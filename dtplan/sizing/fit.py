@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from dtplan._errors import BindError, DtplanError
-from dtplan.plan.spec import Plan, R
+from dtplan.plan.spec import Plan
 from dtplan.planner.bind import bind, find_plan
 from dtplan.planner.bound import BoundPlan
 from dtplan.planner.ledger import Ledger, ledger
@@ -24,6 +25,7 @@ from dtplan.sizing.roofline import Estimate, estimate
 from dtplan.sizing.schedule import Links
 from dtplan.sizing.traced import Cut, Traced, cut_model, traced_step
 from dtplan.te.choose import choose
+from dtplan.te.precision import ROWS
 from dtplan.te.rebind import rebound
 
 Layers = Literal["torch", "te", "fp8"]
@@ -189,10 +191,15 @@ class _Tp:
         self.model, self.plan, self.ask, self.tp = model, plan, ask, tp
         self.ranks = ask.gpus // tp
         self.times = ask.batch // self.ranks // ask.micro
-        self.cuts_stream = tp > 1 and ask.sequence % tp == 0 and find_plan(model, plan, tp=tp).sequence_parallel != R
         self._cut: Cut | None = None
         self._bound: dict[tuple[bool, Layers], BoundPlan] = {}
         self._traced: dict[Switches, Traced] = {}
+
+    @functools.cached_property
+    def streams(self) -> tuple[bool, ...]:
+        """The settings of sequence parallelism that are possible."""
+        even = self.tp > 1 and self.ask.sequence % self.tp == 0
+        return (False, True) if even and find_plan(self.model, self.plan).cuts_stream else (False,)
 
     def rows(self) -> Iterator[Row]:
         """The rows, replicas last."""
@@ -210,24 +217,26 @@ class _Tp:
 
     def others(self, row: Row) -> Iterator[Variant]:
         """A layout with everything that can be switched; TransformerEngine's layers where it has any."""
-        kinds: tuple[Layers, ...] = ("torch", "te", "fp8") if self._may_fuse() else ("torch",)
-        for layers in kinds:
+        for layers in self._kinds():
             for checkpointing in (False, True):
-                for sequence_parallel in (False, True) if self.cuts_stream else (False,):
+                for sequence_parallel in self.streams:
                     switches = Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=layers)
                     yield self._variant(row.shard, row.replicate, switches)
 
-    def _may_fuse(self) -> bool:
+    def _kinds(self) -> tuple[Layers, ...]:
+        """What layers can be made of; FP8 takes multiples of some tokens on every rank."""
         half = self.ask.precision.compute in ("bfloat16", "float16")
-        return half and self.ask.gpu.fp8 is not None and bool(self._at(sequence_parallel=False).te)
+        if not half or self.ask.gpu.fp8 is None or not self._at(sequence_parallel=False).te:
+            return ("torch",)
+        even = self.ask.micro * self.ask.sequence % (ROWS * self.tp) == 0
+        return ("torch", "te", "fp8") if even else ("torch", "te")
 
     def _switches(self) -> Iterator[Switches]:
         ask = self.ask
         for checkpointing in (False, True) if ask.checkpointing is None else (ask.checkpointing,):
-            both = (False, True) if ask.sequence_parallel is None else (ask.sequence_parallel,)
-            for sequence_parallel in both if self.tp > 1 else (False,):
-                if self.cuts_stream or not sequence_parallel:
-                    yield Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=ask.layers)
+            free = ask.sequence_parallel is None or self.tp == 1
+            for sequence_parallel in self.streams if free else (bool(ask.sequence_parallel),):
+                yield Switches(sequence_parallel=sequence_parallel, checkpointing=checkpointing, layers=ask.layers)
 
     def _variant(self, shard: int, replicate: int, switches: Switches) -> Variant:
         ask = self.ask
@@ -316,6 +325,8 @@ def _indivisible(ask: Ask, tp: int) -> str:
     if ask.batch % (ranks * ask.micro):
         more = f" times micro-batches of {ask.micro}" if ask.micro > 1 else ""
         return f"its {ranks} data-parallel ranks{more} do not divide a batch of {ask.batch}"
+    if ask.sequence_parallel and ask.sequence % tp:
+        return f"does not divide {ask.sequence} tokens, as sequence parallelism needs"
     return ""
 
 
@@ -332,69 +343,3 @@ def _no_layout(ask: Ask, refused: dict[int, str]) -> str:
 
 def _first(error: BindError) -> str:
     return textwrap.shorten(str(error).strip().splitlines()[0], 110, placeholder=" ...")
-
-
-def as_json(fitted: Fit) -> dict[str, Any]:
-    """All rows as data; bytes, seconds."""
-    return {
-        "schema_version": 1,
-        "architecture": fitted.architecture,
-        "plan": fitted.plan,
-        "parameters": fitted.parameters,
-        "usable_bytes": fitted.ask.usable,
-        "compiled": fitted.ask.compiled,
-        "smallest": _named(fitted.smallest),
-        "fastest": _named(fitted.fastest),
-        "refused": {str(tp): why for tp, why in fitted.refused.items()},
-        "rows": [
-            {
-                "tp": row.tp,
-                "shard": row.shard,
-                "replicate": row.replicate,
-                "micro_batches": row.times,
-                "parameter_bytes": row.held.parameters,
-                "gradient_bytes": row.held.gradients,
-                "optimizer_bytes": row.held.optimizer,
-                "variants": [_variant_json(variant, fitted.ask.usable) for variant in row.variants],
-            }
-            for row in fitted.rows
-        ],
-        "switches": [_variant_json(variant, fitted.ask.usable) for variant in fitted.others],
-    }
-
-
-def _named(choice: tuple[Row, Variant] | None) -> dict[str, Any] | None:
-    if choice is None:
-        return None
-    row, variant = choice
-    switches = {
-        "sequence_parallel": variant.switches.sequence_parallel,
-        "checkpointing": variant.switches.checkpointing,
-    }
-    return {"tp": row.tp, "shard": row.shard, "replicate": row.replicate, **switches}
-
-
-def _variant_json(variant: Variant, usable: int) -> dict[str, Any]:
-    axes = {entry.axis for entry in variant.book.entries}
-    return {
-        "sequence_parallel": variant.switches.sequence_parallel,
-        "checkpointing": variant.switches.checkpointing,
-        "layers": variant.switches.layers,
-        "activation_bytes": variant.peak.activations,
-        "rest_bytes": variant.peak.rest,
-        "peak_bytes": variant.peak.total,
-        "peak_at": variant.peak.where,
-        "fits": variant.peak.total <= usable,
-        "collectives": {axis: _collectives(variant, axis) for axis in sorted(axes)},
-        "seconds": variant.estimate.seconds,
-        "terms": [
-            {"name": t.name, "seconds": t.seconds, "exposed_seconds": t.exposed, "told": t.told}
-            for t in variant.estimate.terms
-        ],
-    }
-
-
-def _collectives(variant: Variant, axis: str) -> dict[str, int]:
-    own = [entry for entry in variant.book.entries if entry.axis == axis]
-    size = variant.bound.degrees[axis]
-    return {"calls": sum(e.count for e in own), "wire_bytes": sum(e.wire_bytes(size) for e in own)}

@@ -15,7 +15,7 @@ from dtplan.te.engine import Engine
 
 Recipe = Literal["current", "delayed", "block"]
 RECIPES: tuple[str, ...] = get_args(Recipe)
-_ROWS = 8
+ROWS = 8
 """TransformerEngine quantises tensors whose leading dims multiply to a multiple of this."""
 _FIRST_GRADIENTS = 2.0**12
 """Scale of gradients until a history says more: E5M2 then holds 2^-28 to 14, and a mean loss has gradients of 2^-20."""
@@ -76,10 +76,10 @@ def scale_first_gradients(layer: Any) -> None:
 
 def _refuse_odd_batches(values: Iterable[Any], parts: int) -> None:
     ids = next((v for v in values if isinstance(v, torch.Tensor) and v.dim() == 2 and not v.is_floating_point()), None)
-    if ids is not None and ids.numel() % (_ROWS * parts):
+    if ids is not None and ids.numel() % (ROWS * parts):
         raise ApplyError(
             f"fp8: a batch of {list(ids.shape)} tokens leaves {ids.numel() / parts:g} to each of {parts} ranks, and "
-            f"FP8 kernels need multiples of {_ROWS} rows: pad the batch to a multiple of {_ROWS * parts} tokens"
+            f"FP8 kernels need multiples of {ROWS} rows: pad the batch to a multiple of {ROWS * parts} tokens"
         )
 
 

@@ -43,7 +43,7 @@ def assert_plan_equivalent(
         tp: degrees, each compared by itself; with ``shard`` and ``replicate`` ranks of FSDP2 around it.
         shard: ranks over which FSDP2 cuts parameters.
         replicate: copies of that.
-        sequence_parallel: the switch, or ``"both"`` settings.
+        sequence_parallel: the switch, or ``"both"`` settings; of a plan whose stream stays whole, off.
         loss_parallel: the switch, or ``"both"`` settings.
         batch: ``input_ids`` and ``labels`` [rows, sequence], or other inputs; None: random tokens below the
             ``vocab_size`` of the model's config. Sequence parallelism wants a length that ``tp`` divides.
@@ -61,6 +61,11 @@ def assert_plan_equivalent(
     """
     model = randomized(model_fn().double().eval(), seed)
     given = [tp] if isinstance(tp, int) else list(tp)
+    if not given:
+        raise ApplyError("assert_plan_equivalent was given no degree: tp is empty, so nothing would be compared")
+    found = find_plan(model, plan, tp=max(given))
+    if sequence_parallel == "both" and not found.cuts_stream:
+        sequence_parallel = False
     legs = [
         Leg(
             tp=degree,
@@ -74,12 +79,10 @@ def assert_plan_equivalent(
         for sp in _settings(sequence_parallel)
         for lp in _settings(loss_parallel)
     ]
-    if not legs:
-        raise ApplyError("assert_plan_equivalent was given no degree: tp is empty, so nothing would be compared")
     name = getattr(model_fn, "__qualname__", repr(model_fn))
     proof = prove_model(
         lambda: model,
-        find_plan(model, plan, tp=max(given)),
+        found,
         given=plan.name if isinstance(plan, Plan) else str(plan),
         model=f"{name}()",
         legs=legs,
