@@ -112,8 +112,8 @@ def fit(
     load_plan(plan) if plan != "auto" else None  # a wrong plan is told before torch is imported
     from dtplan.planner.memory import Precision
     from dtplan.planner.meta import meta_model
-    from dtplan.sizing import fit as sizing
     from dtplan.sizing import data, tell
+    from dtplan.sizing import fit as sizing
 
     named = GPUS[gpu]
     ask = sizing.Ask(
