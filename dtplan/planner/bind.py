@@ -31,7 +31,7 @@ from dtplan.planner.placing import (
     named_tensors,
     place,
 )
-from dtplan.planner.refusals import dead_rules, full_name, mixed_regions, nearest, split_ties, unruled
+from dtplan.planner.refusals import dead_rules, full_name, mixed_regions, nearest, split_ties, uncut_stream, unruled
 from dtplan.planner.regions import Regions, parent_of
 from dtplan.planner.units import bound_units
 
@@ -94,7 +94,7 @@ def bind(
     found = find_plan(model, plan, tp=tp)
     layouts = layouts_for(found.sequence_parallel, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     binder = _Binder(model, found, layouts, tp)
-    binder.refuse_switches(sequence_parallel=sequence_parallel)
+    binder.findings += uncut_stream(found, sequence_parallel=sequence_parallel)
     modules = binder.modules()
     units, fsdp_units = tuple(binder.units.values()), binder.fsdp_units()
     if binder.findings:
@@ -158,12 +158,6 @@ class _Binder:
             )
             self._add("DTP410", None, message, "give the linear layers `colwise` and `rowwise` rules")
         return tuple(bound)
-
-    def refuse_switches(self, *, sequence_parallel: bool) -> None:
-        """Sequence parallelism where the plan says that the stream stays whole."""
-        if sequence_parallel and not self.plan.cuts_stream:
-            message = "sequence_parallel is on, and the plan's residual stream stays whole (`sequence_parallel: R`)"
-            self._add("DTP416", None, message, "turn sequence_parallel off")
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Module name in this model -> its other names, for checkpoints."""

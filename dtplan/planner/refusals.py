@@ -9,7 +9,7 @@ from torch import nn
 from dtplan._errors import Diagnostic, did_you_mean
 from dtplan.plan.paths import Segments
 from dtplan.plan.source import finding_at
-from dtplan.plan.spec import Rule
+from dtplan.plan.spec import Plan, Rule
 from dtplan.planner.bound import BoundModule
 from dtplan.planner.match import Alike
 from dtplan.planner.placing import module_kind, named_tensors
@@ -60,6 +60,13 @@ def mixed_regions(regions: Regions) -> Iterator[Diagnostic]:
         message = f"{pattern}: some of its layers stay whole at this degree and others are cut"
         hint = "give their units the same `indivisible`, or choose another degree"
         yield finding_at("DTP405", rule.at, message, hint)
+
+
+def uncut_stream(plan: Plan, *, sequence_parallel: bool) -> Iterator[Diagnostic]:
+    """Sequence parallelism where the plan says that the stream stays whole."""
+    if sequence_parallel and not plan.cuts_stream:
+        message = "sequence_parallel is on, and the plan's residual stream stays whole (`sequence_parallel: R`)"
+        yield Diagnostic(code="DTP416", file=plan.files[0], message=message, hint="turn sequence_parallel off")
 
 
 def nearest(path: Segments, names: Iterable[str]) -> str:
