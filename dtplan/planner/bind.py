@@ -276,9 +276,7 @@ class _Binder:
         """A whole parameter among cut ones sees a part of the work, so its gradient is a partial sum: say so."""
         if all(cut.rule is not None and cut.rule.grad is not None for cut in cuts.values()) or rule.grad is not None:
             return
-        if self._regions.is_whole(rule):
-            return
-        if self._regions.lies_in_whole(group.pattern):
+        if self._regions.is_whole(rule) or self._regions.lies_in_whole(group.pattern):
             return
         region = self._regions.around(group.pattern)
         on_stream = rule.style == "norm" and self._regions.reads_stream(group.pattern)
