@@ -137,7 +137,8 @@ def _with_choices(new: New, model: str, *, tp: Sequence[int], schema: str, on_le
         if found.proof is not None and found.proof.verdict == "proved":
             return found
         if number == 0:
-            why += f"; where every rank does all of it, {(found.unproved or found.summary).partition('; ')[2]}"
+            said = "refuted" if found.proof is not None else found.unproved.removeprefix("not proved: ")
+            why += f"; where every rank does all of it, {said}"
     return _commented(new, (why,), schema, unproved=why)
 
 
