@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dtplan.prove.live import live_model, refuse_unfit, token_batch
 from dtplan.prove.oracle import float64_casts, logits_of
-from dtplan.prove.shrink import COUNTS, CannotProveError, Reader, rebuilt, shrink
+from dtplan.prove.shrink import COUNTS, CannotProveError, Reader, rebuilt, shrink, text_prefix
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 4
 """At degree 2 a rank has several heads and several kv heads: no count is 1 by chance."""
@@ -78,8 +78,7 @@ def sample(real: nn.Module, *, seed: int = 0) -> Sample:
             why = error
             continue
         text = tried.get_text_config(decoder=True)
-        prefix = next((f"{name}." for name in tried.sub_configs if getattr(tried, name, None) is text), "")
-        return Sample(model, batch, text, prefix, is_grouped)
+        return Sample(model, batch, text, text_prefix(tried), is_grouped)
     told = (str(why).strip().splitlines() or [type(why).__name__])[0]
     raise CannotProveError(
         f"{type(real).__name__} does not run on token ids alone, once shrunken ({told}): no data flow to draft "
@@ -90,7 +89,7 @@ def sample(real: nn.Module, *, seed: int = 0) -> Sample:
 def _wanted(real: Any, small: Any) -> Iterator[tuple[dict[str, Any], bool]]:
     """Sizes to try, the most telling first: with fewer kv heads than heads, then as the real model has them."""
     text = small.get_text_config(decoder=True)
-    prefix = next((f"{name}." for name in small.sub_configs if getattr(small, name, None) is text), "")
+    prefix = text_prefix(small)
     had = Reader(real.get_text_config(decoder=True), real.get_text_config(decoder=True).to_dict())
     heads, kv_heads = had.need("num_attention_heads"), had.get("num_key_value_heads")
     kv_field = had.key("num_key_value_heads")

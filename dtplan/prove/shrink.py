@@ -92,13 +92,19 @@ def _other_widths(cls: type[nn.Module], real: Any, config: Any, degrees: Sequenc
     except Exception:  # noqa: BLE001 - `refuse_unfit` tells why
         return {}
     text, before = config.get_text_config(decoder=True), real.get_text_config(decoder=True).to_dict()
-    prefix = next((f"{name}." for name in config.sub_configs if getattr(config, name, None) is text), "")
+    prefix = text_prefix(config)
     found: dict[str, int] = {}
     for field, value in text.to_dict().items():
         is_size = type(value) is int and value in dims and value == before.get(field)
         if is_size and not any(word in field for word in ("vocab", "position")):
             found[prefix + field] = like(value, 3 * _WIDE // 8 + 4 * len(found), degrees)
     return found
+
+
+def text_prefix(config: Any) -> str:
+    """``text_config.`` where the decoder's config lies within another."""
+    text = config.get_text_config(decoder=True)
+    return next((f"{name}." for name in config.sub_configs if getattr(config, name, None) is text), "")
 
 
 def rebuilt(config: Any, changed: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ RECIPES: tuple[str, ...] = get_args(Recipe)
 ROWS = 8
 """TransformerEngine quantises tensors whose leading dims multiply to a multiple of this."""
 _FIRST_GRADIENTS = 2.0**12
-"""Scale of gradients until a history says more: E5M2 then holds 2^-28 to 14, and a mean loss has gradients of 2^-20."""
+"""Scale of gradients until a history says more: E5M2 then holds 2^-28 to 14; most of a mean loss are below 2^-17."""
 _BLACKWELL = ("MXFP8BlockScaling", "NVFP4BlockScaling")
 
 
@@ -69,7 +69,7 @@ def quantise(model: nn.Module, recipe: Any, engine: Engine, group: dist.ProcessG
 def scale_first_gradients(layer: Any) -> None:
     """Delayed scaling begins with 1 for all: E5M2 then rounds nearly all gradients of a mean loss to zero.
 
-    The step after this one scales by what was seen. Weights and activations of the first step are within E4M3's range.
+    The step after this one scales by what was seen. What goes forward needs nothing: the first loss is that of bf16.
     """
     layer.fp8_meta["scaling_bwd"].scale.fill_(_FIRST_GRADIENTS)
 
